@@ -7,24 +7,20 @@ import ctypes
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels, SealPage
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
 from tests.native.step16 import Step16
 from tests.support.attend_cases import Case, cases, plan_of
-from tests.support.format_cases import CODED_TIERS
+from tests.support.sealed_cases import TIERS, pool_and_sealed, sealing
 
 SLOW = settings(
     max_examples=40,
@@ -74,78 +70,14 @@ def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
     step.check_out(out)
 
 
-TIERS = [
-    *CODED_TIERS,
-    Tier(3, 3, "rank", "token", 32, 64, rounding="stochastic"),
-    Tier(3, 8, "token", "rank", 48, 48, span_k=0.7),
-    Tier(4, 3, "rank", "rank", coding_k="normal", coding_v="normal"),
-    Tier(8, 8),
-    Tier(4, 4, "rank", "token", 32, 16),
-    Tier(2, 2, "rank", "rank", 48, 32),
-    Tier(8, 2, "token", "rank", 48, 64),
-    Tier(4, 8, "token", "token", 64, 32),
-    Tier(16, 4, "rank", "token", 64, 64),
-    Tier(4, 2, "rank", "token", 64, 64, rounding="stochastic"),
-    Tier(2, 2, "rank", "token", 128, 64, span_k=0.65, span_v=0.8),
-    Tier(8, 4, "token", "rank", 32, 32, rounding="stochastic"),
-]
-
-
-def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> CacheLayout:
-    """Two layers of three lanes; those of ``cold`` are sealed."""
-    lanes = [
-        Lane(layer, h, 128, *ranks, projected=True)
-        for layer in range(2)
-        for h, ranks in enumerate(RANKS)
-    ]
-    hot = Tier(16, 16)
-    kept = tuple(lane for lane in range(6) if lane not in cold)
-    groups = [Group(cold, hot, (tier,), SEAL)]
-    if kept:
-        groups.append(Group(kept, hot))
-    return CacheLayout(plan_of(lanes, groups, 128, 2, page))
-
-
-RANKS = [(128, 48), (80, 16), (16, 112)]
-
-
-Jobs = list[tuple[int, int, int]]
-"""(Hot page, cold page, position of its first token) each."""
-
-
-def pool_and_sealed(
-    layout: CacheLayout, page: int
-) -> tuple[torch.Tensor, Jobs, npt.NDArray[np.uint8]]:
-    """A random pool on the GPU, pages to seal, and what the pool is with them sealed by
-    kvlathe/plan/codec.py."""
-    rng = np.random.default_rng(3)
-    size = 40 * max(layout.page_stride)
-    host = rng.standard_normal(size // 2).astype(np.float16)
-    half = layout.page_stride[0] // 4  # half a page of constant groups
-    host[:half] = np.float16(0.3)
-    memory = host.view(np.uint8).copy()
-    pool = torch.from_numpy(memory.copy()).cuda()
-    last = size // layout.page_stride[1]
-    jobs = [(i, last - 1 - i, 7 + i * page) for i in range(3)]
-    hot, cold = matrices(layout, 0), matrices(layout, 1)
-    for source, target, position in jobs:
-        pages = [
-            memory[page * stride :][:stride]
-            for page, stride in zip((source, target), layout.page_stride, strict=True)
-        ]
-        for lane, pair in cold.items():
-            for part, fresh in zip(pair, hot[lane], strict=True):
-                part.write(pages[1], fresh.read(pages[0]), position)
-    return pool, jobs, memory
-
-
 @pytest.mark.parametrize("page", [64, 80])
 @pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_seal_writes_the_codes_of_the_codec(
     cuda: CudaLibrary, tier: Tier, page: int
 ) -> None:
     layout = sealing(tier, page)
-    pool, jobs, sealed = pool_and_sealed(layout, page)
+    memory, jobs, sealed = pool_and_sealed(layout, page)
+    pool = torch.from_numpy(memory).cuda()
     PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel()).seal(
         0, 1, jobs, torch.cuda.current_stream().cuda_stream
     )
@@ -156,8 +88,9 @@ def test_seal_writes_the_codes_of_the_codec(
 def test_a_captured_seal_reads_its_list_again(cuda: CudaLibrary, tier: Tier) -> None:
     """Which was empty when it was captured."""
     layout = sealing(tier, 64)
-    pool, jobs, sealed = pool_and_sealed(layout, 64)
-    before = pool.clone()
+    memory, jobs, sealed = pool_and_sealed(layout, 64)
+    before = torch.from_numpy(memory).cuda()
+    pool = before.clone()
     pages = torch.full((5, 3), -1, dtype=torch.int32, device="cuda")
     kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())
 

@@ -123,13 +123,12 @@ KVLATHE_ANYWHERE constexpr int metadata_halves(Coding coding) {
 
 // Codes whose form is known when code for them is compiled.
 template <int bits_, Coding coding_ = Coding::kAffine>
-struct Codes {
+struct CodeForm {
   static constexpr int bits = bits_, runs = runs_of(bits);
   static constexpr int planes = codes_together(bits);  // codes in one byte of each run
   static constexpr bool packed = is_packed(bits), blocks = in_blocks(bits);
   static constexpr Coding coding = coding_;
   static constexpr bool levels = has_levels(coding), floats = has_floats(coding);
-  static constexpr int meta_bytes = 2 * metadata_halves(coding);
 };
 
 // Levels of a normal number (NORMAL and NORMAL_TOP of kvlathe/plan/formats.py), for 2, 3 and 4 bits.
@@ -197,6 +196,44 @@ struct Format {
   // What each code is worth; null: the code itself, or the float that it is.
   const uint8_t* table() const { return fixed_levels() ? kNormal[bits - 2] : nullptr; }
 };
+
+// The same for kernels that read every form on a GPU (cuda/forms.cuh), in few bytes. Compilers make
+// the best code of comparisons that stand in its own functions.
+struct FormSide {
+  uint8_t bits, axis;
+  uint16_t group;  // along the tokens: tokens of a group
+
+  KVLATHE_ANYWHERE bool by_channel() const { return bits < 16 && axis == KVLATHE_AXIS_TOKEN; }
+  KVLATHE_ANYWHERE bool fixed_levels() const {
+    return bits < 16 && axis == KVLATHE_AXIS_RANK_NORMAL;
+  }
+  KVLATHE_ANYWHERE bool float8() const { return bits < 16 && axis == KVLATHE_AXIS_RANK_FLOAT8; }
+  KVLATHE_ANYWHERE bool in_blocks() const { return bits == 3; }
+  // Codes that become numbers as a byte each: they are bytes, or levels, or lie in blocks.
+  KVLATHE_ANYWHERE bool in_bytes() const { return bits == 8 || bits == 3 || fixed_levels(); }
+  // Bytes of a group's metadata. kFloat8: the kernel reads floats of 8 bits, too.
+  template <bool kFloat8 = true>
+  KVLATHE_ANYWHERE int meta_bytes() const {
+    return bits == 16 ? 0 : fixed_levels() || (kFloat8 && float8()) ? 2 : kPairBytes;
+  }
+  // Bytes of the metadata of `tokens` tokens, a whole page of `page` along the tokens.
+  template <bool kFloat8 = true>
+  KVLATHE_ANYWHERE int meta_size(int groups, int rank, int tokens) const {
+    return meta_bytes<kFloat8>() * groups * (by_channel() ? rank : tokens);
+  }
+};
+
+inline FormSide side_of(const Format& format) {
+  return {uint8_t(format.bits), uint8_t(format.axis), uint16_t(format.group)};
+}
+
+// Groups of a token along the rank, or of a channel along the tokens of a page; 1 where there are
+// none.
+inline int groups_of(const Format& format, int rank, int page_tokens) {
+  if (!format.quantized()) return 1;
+  if (format.by_channel()) return token_groups(page_tokens, format.group);
+  return RankGroups(rank, format.group).count;
+}
 
 // Of a kvlathe_part, or of a bucket in a layer's table.
 template <class Bucket>

@@ -113,7 +113,7 @@ inline void four(const uint8_t* at, const Rows& rows, const Section& section,
 template <class W, int M>
 void dots_of_codes(const Rows& rows, const Section* sections, int count, const Prepared* const* x,
                    float* out, int64_t ldo, bool add) {
-  const __m256i table = table256<W>(rows);
+  const __m256i table = table_of<W>(rows);
   for (int r = 0; r < rows.rows; r += 8) {
     const uint8_t* at = rows.data + r * rows.stride;
     const __m256i real = first_of(rows.rows - r);
@@ -137,31 +137,6 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
     }
     for (int m = 0; m < M; ++m) _mm256_maskstore_ps(out + m * ldo + r, real, total[m]);
   }
-}
-
-template <class W>
-void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-             bool add, bool again, float* scratch) {
-  Section sections[kSections];
-  const int count = sections_of(rows, sections);
-  const Prepared* pair[2];
-  for (int i = 0; i < m; ++i) {
-    auto* form = reinterpret_cast<Prepared*>(scratch + i * kDotScratch);
-    if (!again) prepare<W>(x + i * ldx, rows, sections, count, *form);
-    pair[i % 2] = form;
-    if (i % 2) {
-      dots_of_codes<W, 2>(rows, sections, count, pair, out + (i - 1) * ldo, ldo, add);
-    } else if (i == m - 1) {
-      dots_of_codes<W, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
-    }
-  }
-}
-
-void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-                  bool add, bool again, float* scratch) {
-  with_codes(rows, [&](auto codes) {
-    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
-  });
 }
 
 }  // namespace

@@ -185,30 +185,5 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
   }
 }
 
-template <class W>
-void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-             bool add, bool again, float* scratch) {
-  Section sections[kSections];
-  const int count = sections_of(rows, sections);
-  const Prepared* pair[2];
-  for (int i = 0; i < m; ++i) {
-    auto* form = reinterpret_cast<Prepared*>(scratch + i * kDotScratch);
-    if (!again) prepare<W>(x + i * ldx, rows, sections, count, *form);
-    pair[i % 2] = form;
-    if (i % 2) {
-      dots_of_codes<W, 2>(rows, sections, count, pair, out + (i - 1) * ldo, ldo, add);
-    } else if (i == m - 1) {
-      dots_of_codes<W, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
-    }
-  }
-}
-
-void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-                  bool add, bool again, float* scratch) {
-  with_codes(rows, [&](auto codes) {
-    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
-  });
-}
-
 }  // namespace
 }  // namespace kvlathe

@@ -77,10 +77,10 @@ __attribute__((always_inline)) inline __m512i integers(const float* x, int from,
   return total;
 }
 
-template <int bits>
-__attribute__((always_inline)) inline void split(const float* x, const Rows& rows,
-                                                 const Section* sections, int count,
-                                                 Prepared& out) {
+template <class W>
+__attribute__((always_inline)) inline void prepare(const float* x, const Rows& rows,
+                                                   const Section* sections, int count,
+                                                   Prepared& out) {
   __m512 most = _mm512_setzero_ps();
   for (int i = 0; i < rows.inner; i += 16)
     most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
@@ -90,19 +90,19 @@ __attribute__((always_inline)) inline void split(const float* x, const Rows& row
   for (int k = 0; k < count; ++k) {
     const Section& section = sections[k];
     __m512i total = _mm512_setzero_si512(), high, low;
-    int at = section.first * (in_blocks(bits) ? kBlockCodes : 128 / bits);
+    int at = section.first * (W::blocks ? kBlockCodes : 128 / W::bits);
     int from = section.start;
-    if (in_blocks(bits)) from -= (rows.first + from) % kBlockCodes;  // its block's begin
+    if (W::blocks) from -= (rows.first + from) % kBlockCodes;  // its block's begin
     for (; from < section.end; from += 64, at += 64) {
       const __m512i own = integers(x, from, section.start, section.end, per_unit, high, low);
       total = _mm512_add_epi32(total, own);
-      if constexpr (in_blocks(bits)) {
+      if constexpr (W::blocks) {
         const int64_t run = threes_of(rows, from).run;
         store_block(out.high + at, high, run);
         store_block(out.low + at, low, run);
       } else {
-        _mm512_storeu_si512(out.high + at, as_planes<bits>(high));
-        _mm512_storeu_si512(out.low + at, as_planes<bits>(low));
+        _mm512_storeu_si512(out.high + at, as_planes<W::bits>(high));
+        _mm512_storeu_si512(out.low + at, as_planes<W::bits>(low));
       }
     }
     out.sums[k] = out.unit * float(_mm512_reduce_add_epi32(total));
@@ -372,31 +372,6 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
     }
     for (int m = 0; m < M; ++m) _mm512_mask_storeu_ps(out + m * ldo + r, real, total[m]);
   }
-}
-
-template <class W>
-void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-             bool add, bool again, float* scratch) {
-  Section sections[kSections];
-  const int count = sections_of(rows, sections);
-  const Prepared* pair[2];
-  for (int i = 0; i < m; ++i) {
-    auto* form = reinterpret_cast<Prepared*>(scratch + i * kDotScratch);
-    if (!again) split<W::bits>(x + i * ldx, rows, sections, count, *form);
-    pair[i % 2] = form;
-    if (i % 2) {
-      dots_of_codes<W, 2>(rows, sections, count, pair, out + (i - 1) * ldo, ldo, add);
-    } else if (i == m - 1) {
-      dots_of_codes<W, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
-    }
-  }
-}
-
-void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
-                  bool add, bool again, float* scratch) {
-  with_codes(rows, [&](auto codes) {
-    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
-  });
 }
 
 }  // namespace

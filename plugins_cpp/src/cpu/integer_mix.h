@@ -13,6 +13,7 @@
 namespace kvlathe {
 namespace {
 
+constexpr int kPieceRows = 16;
 constexpr int kMostRows = 512;  // that 32 bits can sum up
 
 // x times the scales of one group of columns: for 16 rows one vector in which a lane repeats its
@@ -24,7 +25,7 @@ struct Scaled {
 static_assert(sizeof(Scaled) <= kDotScratch * sizeof(float), "kDotScratch is too small");
 
 template <bool levels>
-void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
+void scale_row(const float* x, const Rows& rows, int group, Scaled& out) {
   alignas(64) float scaled[kMostRows];
   __m512 lowest = _mm512_setzero_ps(), most = lowest;
   for (int r = 0; r < rows.rows; r += 16) {
@@ -52,6 +53,12 @@ void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
     out.high[r / 16] = bytes(high);
     out.low[r / 16] = bytes(_mm512_sub_epi32(number, _mm512_slli_epi32(high, 7)));
   }
+}
+
+// The integer form of M rows of x times their scales.
+template <class W, int M>
+void scale_rows(const float* x, int64_t ldx, const Rows& rows, int group, Scaled* const* out) {
+  for (int m = 0; m < M; ++m) scale_row<W::levels>(x + m * ldx, rows, group, *out[m]);
 }
 
 // 16 bytes of 16 rows as four vectors: in each, four columns of bytes with four rows side by side.
@@ -209,50 +216,6 @@ inline void write_piece(const Piece<W>* pieces, int groups, const Scaled* const*
       float* to = out + m * ldo + 16 * i;
       _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), columns[m][i]) : columns[m][i]);
     }
-  }
-}
-
-template <class W>
-void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
-            float* scratch) {
-  const int groups = (rows.rows + 15) / 16;
-  const __m512i table = table_of<W>(rows);
-  const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
-  for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
-    end = group_end(rows, chunk);
-    for (int i = 0; i < m; ++i)
-      scale_rows<W::levels>(x + i * ldx, rows, rows.group_of[chunk], *form(i));
-    for (int column = 16 * chunk, next; column < 16 * end; column = next) {
-      next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
-      if (next > 16 * end) next = 16 * end;
-      Piece<W> pieces[kMostRows / 16];
-      for (int g = 0; g < groups; ++g) {
-        if (column == 0) fetch_ahead(rows, 16 * g, 16);
-        pieces[g].load(rows, 16 * g, column);
-      }
-      for (int i = 0; i < m; i += 2) {
-        const Scaled* pair[2] = {form(i), form(i + 1 < m ? i + 1 : i)};
-        float* to = out + i * ldo + column;
-        if (i + 1 < m) {
-          write_piece<W, 2>(pieces, groups, pair, table, to, ldo, next - column, add);
-        } else {
-          write_piece<W, 1>(pieces, groups, pair, table, to, ldo, next - column, add);
-        }
-      }
-    }
-  }
-}
-
-void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m,
-                 bool add, float* scratch) {
-  for (int first = 0; first < all.rows; first += kMostRows, x += kMostRows, add = true) {
-    Rows rows = all;
-    rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
-        rows.ahead += first * rows.ahead_step;
-    rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    with_codes(rows, [&](auto codes) {
-      mix_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, scratch);
-    });
   }
 }
 

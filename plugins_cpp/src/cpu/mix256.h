@@ -11,6 +11,7 @@
 namespace kvlathe {
 namespace {
 
+constexpr int kPieceRows = 8;
 constexpr int kMostRows = 64;  // rows that Narrow can sum up
 
 // x times the scales of one group of columns: for 8 rows one vector in which a lane repeats its four
@@ -186,57 +187,6 @@ inline void write_piece(const Piece<W>* pieces, int groups, const Scaled* const*
         _mm256_storeu_ps(to, add ? _mm256_add_ps(_mm256_loadu_ps(to), own) : own);
       }
     }
-  }
-}
-
-template <class W>
-void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
-            float* scratch) {
-  const int groups = (rows.rows + 7) / 8;
-  const __m256i table = table256<W>(rows);
-  const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
-  for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
-    end = group_end(rows, chunk);
-    for (int i = 0; i < m; i += 2) {
-      Scaled* pair[2] = {form(i), form(i + 1)};
-      const int group = rows.group_of[chunk];
-      if (i + 1 < m) {
-        scale_rows<W, 2>(x + i * ldx, ldx, rows, group, pair);
-      } else {
-        scale_rows<W, 1>(x + i * ldx, ldx, rows, group, pair);
-      }
-    }
-    for (int column = 16 * chunk, next; column < 16 * end; column = next) {
-      next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
-      if (next > 16 * end) next = 16 * end;
-      Piece<W> pieces[kMostRows / 8];
-      for (int g = 0; g < groups; ++g) {
-        if (column == 0) fetch_ahead(rows, 8 * g, 8);
-        pieces[g].load(rows, 8 * g, column);
-      }
-      for (int i = 0; i < m; i += 2) {
-        const Scaled* pair[2] = {form(i), form(i + 1 < m ? i + 1 : i)};
-        float* to = out + i * ldo + column;
-        if (i + 1 < m) {
-          write_piece<W, 2>(pieces, groups, pair, table, to, ldo, next - column, add);
-        } else {
-          write_piece<W, 1>(pieces, groups, pair, table, to, ldo, next - column, add);
-        }
-      }
-    }
-  }
-}
-
-void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m,
-                 bool add, float* scratch) {
-  for (int first = 0; first < all.rows; first += kMostRows, x += kMostRows, add = true) {
-    Rows rows = all;
-    rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
-        rows.ahead += first * rows.ahead_step;
-    rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    with_codes(rows, [&](auto codes) {
-      mix_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, scratch);
-    });
   }
 }
 

@@ -88,7 +88,7 @@ inline __m256i low_bits(__m256i x, int bits) {
 
 // What the levels of `rows` are worth, in each lane of 128 bits.
 template <class W>
-inline __m256i table256(const Rows& rows) {
+inline __m256i table_of(const Rows& rows) {
   if constexpr (!W::levels) return _mm256_setzero_si256();
   return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)level_table(rows)));
 }

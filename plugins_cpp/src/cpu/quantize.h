@@ -4,6 +4,7 @@
 
 #include "common/float8.h"
 #include "common/formats.h"
+#include "common/hash.h"
 #include "cpu/rows_ahead.h"
 #include "cpu/vector.h"
 
@@ -43,16 +44,9 @@ void pack(const uint8_t* codes, const Rows& rows, uint8_t* out) {
   }
 }
 
-// MurmurHash3's finalizer (mixed of kvlathe/plan/codec.py).
-inline UnsignedInts mixed(UnsignedInts x) {
-  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
-  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
-  return x ^ (x >> 16);
-}
-
 // Noise in [0, 1) of kLanes elements from the hashes of their tokens and their channels.
 inline Floats noise_of(UnsignedInts token, UnsignedInts channel) {
-  const Ints bits = (Ints)(mixed((token ^ channel) + 0x9E3779B9u) >> 8);
+  const Ints bits = (Ints)(hashed(token, channel) >> 8);
   return __builtin_convertvector(bits, Floats) * 5.9604644775390625e-8f;
 }
 

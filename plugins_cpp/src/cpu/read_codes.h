@@ -24,6 +24,9 @@
 #include "cpu/mix_arm.h"
 #include "cpu/spread_neon.h"
 #endif
+#if defined(__AVX2__) || defined(KVLATHE_NEON)
+#include "cpu/code_products.h"
+#endif
 
 namespace kvlathe {
 namespace {

@@ -57,14 +57,14 @@ int sections_of(const Rows& rows, Section* out) {
   return count;
 }
 
-// Calls `body` with the Codes of `rows`: those that are worth whole numbers.
+// Calls `body` with the CodeForm of `rows`: those that are worth whole numbers.
 template <class Body>
 inline void with_codes(const Rows& rows, Body body) {
   for_bits(rows.bits, [&](auto bits) {
     if constexpr (has_width(Coding::kNormal, bits)) {
-      if (has_levels(rows.coding)) return body(Codes<bits, Coding::kNormal>{});
+      if (has_levels(rows.coding)) return body(CodeForm<bits, Coding::kNormal>{});
     }
-    body(Codes<bits>{});
+    body(CodeForm<bits>{});
   });
 }
 

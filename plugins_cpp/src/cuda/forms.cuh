@@ -2,8 +2,9 @@
 // one lane from shared memory to shared memory.
 #pragma once
 
+#include "common/float8.h"
+#include "common/formats.h"
 #include "cuda/device.cuh"
-#include "cuda/form_side.h"
 
 namespace kvlathe::cuda {
 
@@ -128,7 +129,7 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
   const int least = steps / from.groups, longer = steps - least * from.groups;
   const uint32_t codes = from.codes + (token + row) * (from.rank * kBits / 8);
   const bool fixed = kBits < 8 && from.side.fixed_levels();
-  const int meta_bytes = from.side.meta_bytes();
+  const int meta_bytes = from.side.meta_bytes<false>();
   uint32_t meta = from.meta + (token + row) * from.groups * meta_bytes;
   int step = 0;
 #pragma unroll 1
@@ -148,6 +149,33 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         y[i] = E::pack(value_of(x, 2 * i, scale, minimum), value_of(x, 2 * i + 1, scale, minimum));
+      shared_at<uint4>(to.at(row, 2 * step + half)) = {y[0], y[1], y[2], y[3]};
+    }
+  }
+}
+
+// The same of floats of 8 bits.
+template <class E, class Place>
+__device__ __forceinline__ void convert_floats(const FormRows& from, int token, int valid,
+                                               const Place& to) {
+  const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16, steps = from.rank / 16;
+  const int least = steps / from.groups, longer = steps - least * from.groups;
+  const uint32_t codes = from.codes + (token + row) * from.rank;
+  uint32_t meta = from.meta + (token + row) * from.groups * 2;
+  int step = 0;
+#pragma unroll 1
+  for (int group = 0; group < from.groups; ++group, meta += 2) {
+    const float scale = row < valid ? Half::widen(load_half(meta)) * kFloat8Unit : 0.f;
+#pragma unroll 1
+    for (const int end = step + least + (group < longer); step < end; ++step) {
+      uint32_t x[2], y[4];
+      load_codes<8>(x, codes + 16 * step + 8 * half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t pair = x[i / 2] >> i % 2 * 16;
+        y[i] = E::pack(Half::widen(small_half_of(uint8_t(pair))) * scale,
+                       Half::widen(small_half_of(uint8_t(pair >> 8))) * scale);
+      }
       shared_at<uint4>(to.at(row, 2 * step + half)) = {y[0], y[1], y[2], y[3]};
     }
   }
@@ -194,11 +222,15 @@ __device__ inline void copy_tokens(const FormRows& from, int token, int valid, c
 }
 
 // Tokens token .. token + 15 of `from`, of which the first `valid` exist. `group`: along the
-// tokens, that of all 16. Whole warp. Place: RowsPlace, or what has its at().
-template <class E, class Place>
+// tokens, that of all 16. Whole warp. Place: RowsPlace, or what has its at(). kFloat8: it may be
+// floats of 8 bits.
+template <class E, bool kFloat8, class Place>
 __device__ __forceinline__ void convert_form(const FormRows& from, int token, int group, int valid,
                                              const Place& to) {
-  if (from.side.bits == 16) return copy_tokens(from, token, valid, to);
+  if (is_half(from.side.bits)) return copy_tokens(from, token, valid, to);
+  if constexpr (kFloat8) {
+    if (from.side.float8()) return convert_floats<E>(from, token, valid, to);
+  }
   const auto convert = [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     if (from.side.by_channel())

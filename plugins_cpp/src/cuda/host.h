@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -36,6 +37,15 @@ inline bool known_codes(const kvlathe_part& part) {
   return part.bits_k == part.bits_v && part.bits_k != 3 && part.axis_k == KVLATHE_AXIS_RANK &&
          part.axis_v == KVLATHE_AXIS_TOKEN && is_power_of_two(part.group_v) &&
          part.group_v >= kLeastCodedGroup;
+}
+
+// Whether a call, or a list of pages, has floats of 8 bits: kernels of their own read and write them.
+inline bool any_float8(const kvlathe_part& part) {
+  return format_k(part).float8() || format_v(part).float8();
+}
+inline bool any_float8(const kvlathe_attend_decode_args& a) {
+  return std::any_of(a.parts, a.parts + a.part_count,
+                     [](const kvlathe_part& part) { return any_float8(part); });
 }
 
 // Refuses quantized parts that the attention kernels do not read.

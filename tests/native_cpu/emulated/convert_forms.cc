@@ -26,7 +26,7 @@ int main() {
     if (codes + side.meta_size(rows.groups, rank, page) != count) return 1;
     for (int token = 0; token < page; token += 16) {
       for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x)
-        convert_form<Half>(rows, token, side.by_channel() ? token / group : 0, valid - token,
+        convert_form<Half, true>(rows, token, side.by_channel() ? token / group : 0, valid - token,
                            RowsPlace{to, 2 * rank, 16, swizzle.shift, swizzle.mask});
       for (int row = 0; row < 16; ++row) {
         for (int c = 0; c < rank; ++c) {

@@ -68,11 +68,21 @@ using __half = _Float16;
 struct __half2 {
   __half x, y;
 };
+inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __half __float2half_rn(float x) { return __half(x); }
 inline float __half2float(__half x) { return float(x); }
 inline float2 __half22float2(__half2 x) { return {float(x.x), float(x.y)}; }
 inline float __fdividef(float x, float y) { return x / y; }
+// Each rounded once: a compiler for this machine contracts nothing that it is not asked to.
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __ddiv_rn(double x, double y) { return x / y; }
+inline double __dsqrt_rn(double x) { return std::sqrt(x); }
+inline float __double2float_rn(double x) { return float(x); }
 inline uint16_t __half_as_ushort(__half x) {
   uint16_t bits;
   std::memcpy(&bits, &x, 2);

@@ -116,7 +116,7 @@ int codes_bytes(const ObserveParams& p) {
     for (int i = 0; i < p.parts; ++i) {
       const FormSide& side = p.part[i].side;
       const int groups = p.head[h].lane[i].groups, rank = p.head[h].rank;
-      if (side.bits == 16 || !groups) continue;
+      if (is_half(side.bits) || !groups) continue;
       most = std::max(most, int(slab_bytes(rank, kObserveTokens, side.bits)) +
                                 side.meta_size(groups, rank, kObserveTokens));
     }
@@ -158,11 +158,15 @@ void observe(const kvlathe_observe_args& a) {
   if (a.most_rows <= 1) tiles = std::min(tiles, kDecodeBlocks);
   const int columns = (a.most_rows * p.group_size + kObserveColumns - 1) / kObserveColumns;
   p.splits = splits_of(a, p, columns);
-  const bool half = a.call->element == KVLATHE_F16;
-  launch(half ? observe_states<Half> : observe_states<Bfloat>, p, columns * p.splits, a.batch,
-         shared, a.call->stream);
-  launch(half ? observe_tokens<Half> : observe_tokens<Bfloat>, p, tiles, a.batch, shared,
-         a.call->stream);
+  const auto with = [&](auto kind) {
+    using P = decltype(kind);
+    const bool half = a.call->element == KVLATHE_F16;
+    launch(half ? observe_states<Half, P> : observe_states<Bfloat, P>, p, columns * p.splits,
+           a.batch, shared, a.call->stream);
+    launch(half ? observe_tokens<Half, P> : observe_tokens<Bfloat, P>, p, tiles, a.batch, shared,
+           a.call->stream);
+  };
+  any_float8(*a.call) ? with(ObserveFloat8{}) : with(ObserveParams{});
 }
 
 }  // namespace

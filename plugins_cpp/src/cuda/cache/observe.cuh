@@ -9,6 +9,7 @@
 // Columns are query heads of observed rows. A block multiplies 64 tokens by 64 columns.
 #pragma once
 
+#include "common/limits.h"
 #include "cuda/forms.cuh"
 #include "cuda/warp.cuh"
 #include "kvlathe/cache.h"
@@ -43,6 +44,7 @@ struct ObserveHead {
 };
 
 struct ObserveParams {
+  static constexpr bool kFloat8 = false;
   char* pool;
   const uint16_t* q;
   int64_t q_stride;
@@ -54,6 +56,11 @@ struct ObserveParams {
   int32_t pitch;   // bytes of a row in shared memory
   ObservePart part[KVLATHE_MAX_SLOTS];
   ObserveHead head[KVLATHE_MAX_HEADS];
+};
+
+// The same of a call with floats of 8 bits.
+struct ObserveFloat8 : ObserveParams {
+  static constexpr bool kFloat8 = true;
 };
 
 // Shared memory of a block: keys and queries as rows, then what each column needs, then the states
@@ -103,15 +110,17 @@ struct ObservedRows {
 };
 
 // Codes and metadata of 64 tokens of a page, from token `within` on, to shared memory.
+template <bool kFloat8>
 __device__ inline FormRows copy_codes(const ObservePart& part, const ObserveLane& lane, int rank,
                                       int page_tokens, const char* page, int within, uint32_t to) {
   const FormSide& side = part.side;
   const int row = 8 * side.bits;  // bytes of 64 codes of a channel
-  const int size = rank * row, meta_size = side.meta_size(lane.groups, rank, kObserveTokens);
+  const int size = rank * row,
+            meta_size = side.meta_size<kFloat8>(lane.groups, rank, kObserveTokens);
   const char *codes = page + lane.k, *meta = page + lane.k_meta;
   if (!side.by_channel()) {
     codes += within * (rank * side.bits / 8);
-    meta += within * lane.groups * side.meta_bytes();
+    meta += within * lane.groups * side.meta_bytes<kFloat8>();
   }
 #pragma unroll 1
   for (int i = threadIdx.x * 8; i < size; i += kObserveThreads * 8) {
@@ -127,7 +136,7 @@ __device__ inline FormRows copy_codes(const ObservePart& part, const ObserveLane
 }
 
 // K of 64 tokens from `token` on as rows; those from `end` on are zeros or finite. Whole block.
-template <class E>
+template <class E, bool kFloat8>
 __device__ void load_keys(const ObservedRows& o, int part, int token, int end,
                           const ObserveRoom& room) {
   const ObservePart& of = o.p.part[part];
@@ -135,13 +144,14 @@ __device__ void load_keys(const ObservedRows& o, int part, int token, int end,
   const int32_t* pages = o.pages(part);
   const int rank = o.head.rank, own = int(threadIdx.x) / 32 * 16, page_tokens = o.p.page_tokens;
   const RowsPlace to{room.keys + own * room.pitch, room.pitch, 16, 0, 0};
-  if (of.side.bits != 16) {
+  if (!is_half(of.side.bits)) {
     const int within = token % page_tokens;
     const char* page = o.p.pool + pages[token / page_tokens] * of.page_stride;
-    const FormRows rows = copy_codes(of, lane, rank, page_tokens, page, within, room.codes);
+    const FormRows rows =
+        copy_codes<kFloat8>(of, lane, rank, page_tokens, page, within, room.codes);
     __syncthreads();
     const int group = rows.side.by_channel() ? (within + own) / rows.side.group : 0;
-    convert_form<E>(rows, own, group, end - token - own, to);
+    convert_form<E, kFloat8>(rows, own, group, end - token - own, to);
     return;
   }
   const int first = token + own, row = int(threadIdx.x) % 16, half = int(threadIdx.x) % 32 / 16;
@@ -225,9 +235,9 @@ struct ColumnState {
 };
 
 // Block (columns and splits, lane, sequence).
-template <class E>
-__global__ void __launch_bounds__(kObserveThreads)
-    observe_states(const __grid_constant__ ObserveParams p) {
+// P: ObserveParams or ObserveFloat8.
+template <class E, class P>
+__global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_constant__ P p) {
   const ObservedRows o(p, blockIdx.y, blockIdx.z);
   const int split = int(blockIdx.x) % p.splits;
   const int column = int(blockIdx.x) / p.splits * kObserveColumns;
@@ -246,7 +256,7 @@ __global__ void __launch_bounds__(kObserveThreads)
 #pragma unroll 1
     for (int token = split * kObserveTokens; token < end; token += p.splits * kObserveTokens) {
       __syncthreads();
-      load_keys<E>(o, part, token, end, room);
+      load_keys<E, P::kFloat8>(o, part, token, end, room);
       __syncthreads();
       const KeyTile keys(room, o.head.rank);
       const int place = token + 16 * warp + lane / 4;
@@ -303,7 +313,7 @@ __device__ inline float2 merged_state(const ObservedRows& o, int column) {
 }
 
 // What all columns give this thread's two tokens, summed over a part of the columns.
-template <class E>
+template <class E, bool kFloat8>
 __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, int token, int end,
                             const ObserveRoom& room) {
   const ObserveParams& p = o.p;
@@ -311,7 +321,7 @@ __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, i
   const int lane = int(threadIdx.x) % 32, length = o.length(part);
   const int place = token + int(threadIdx.x) / 32 * 16 + lane / 4;
   __syncthreads();
-  load_keys<E>(o, part, token, end, room);
+  load_keys<E, kFloat8>(o, part, token, end, room);
   __syncthreads();
   const KeyTile keys(room, o.head.rank);
 #pragma unroll 1
@@ -345,9 +355,8 @@ __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, i
 
 // Block (tiles of 64 tokens, lane, sequence). Tokens before the step's own change only where a row is
 // observed.
-template <class E>
-__global__ void __launch_bounds__(kObserveThreads)
-    observe_tokens(const __grid_constant__ ObserveParams p) {
+template <class E, class P>
+__global__ void __launch_bounds__(kObserveThreads) observe_tokens(const __grid_constant__ P p) {
   const ObservedRows o(p, blockIdx.y, blockIdx.z);
   const int fresh_tokens = p.cu_seqlens_q[o.sequence + 1] - o.start;
   if (!fresh_tokens) return;
@@ -363,7 +372,7 @@ __global__ void __launch_bounds__(kObserveThreads)
     for (int tile = first + int(blockIdx.x); tile * kObserveTokens < end; tile += int(gridDim.x)) {
       const int token = tile * kObserveTokens;
       float sums[2] = {0, 0};
-      if (o.columns) add_columns<E>(sums, o, part, token, end, room);
+      if (o.columns) add_columns<E, P::kFloat8>(sums, o, part, token, end, room);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         for (int mask = 1; mask < 4; mask *= 2) sums[i] += from_lane_xor(sums[i], mask);

@@ -6,9 +6,10 @@
 // who computes them.
 #include <algorithm>
 
+#include "common/float8.h"
 #include "common/hash.h"
 #include "cuda/cache/pages.h"
-#include "cuda/device.cuh"
+#include "cuda/warp.cuh"
 #include "kvlathe/cache.h"
 
 namespace kvlathe::cuda {
@@ -24,10 +25,16 @@ constexpr int kPagesAtOnce = 512, kListedPagesAtOnce = 65535;
 struct SealSlab {
   int32_t source, target, meta;
   uint32_t key;      // of the noise
-  float span, past;  // of a group's range: what codes cover (0: levels are fixed), and what lies
-                     // below that
+  float span, past;  // of a group's range: what codes cover, and what lies below that
   uint16_t rank, bits, groups, steps, extra, by_token;
+
+  // What stands in the place of a span, where codes have none.
+  static constexpr float kFixedLevels = 0, kFloats = -1;
 };
+
+// What codes the pages of a call may have beside even levels of 8, 4 and 2 bits: none; fixed levels
+// and 3 bits; floats of 8 bits, too. Each has a kernel of its own, whose code is as short.
+enum class SealKinds { kEven, kAny, kFloats };
 
 struct SealForm {
   char* pool;
@@ -187,15 +194,38 @@ __device__ void seal_fixed(const SealSlab& slab, const Group& group, int index, 
   }
 }
 
+// One group of floats of 8 bits: quantize_floats of cpu/quantize.h.
+template <class Value>
+__device__ void seal_floats(const SealSlab& slab, const Group& group, int index, int inner,
+                            char* page, Value value) {
+  float most = 0;
+  for (int i = group.begin; i < group.end; ++i) most = fmaxf(most, fabsf(value(i)));
+  const float wanted = __fdiv_rn(most, kFloat8Top);
+  const uint16_t nearest = Half::round(wanted),
+                 half = least_half(wanted, nearest, Half::widen(nearest));
+  reinterpret_cast<uint16_t*>(page + slab.meta)[index] = half;
+  const float scale = Half::widen(half);
+  char* row = page + slab.target + int64_t{group.row} * inner;
+  for (int i = group.begin; i < group.end; i += 4) {
+    uint32_t word = 0;
+    for (int k = 0; k < 4 && scale > 0; ++k)
+      word |= uint32_t(float8_of(__fdiv_rn(value(i + k), scale))) << 8 * k;
+    *reinterpret_cast<uint32_t*>(row + i) = word;
+  }
+}
+
 // One group of any form. It is apart from seal_group, whose code is that of the other forms alone.
-template <class E>
+template <class E, SealKinds kKinds>
 __device__ void seal_any_group(const SealForm& p, const SealSlab& slab, const Group& group,
                                int index, const uint16_t* values, int pitch, int inner,
                                int position, char* page) {
   const auto value = [&](int i) {
     return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
   };
-  if (slab.span == 0) {
+  if constexpr (kKinds == SealKinds::kFloats) {
+    if (slab.span == SealSlab::kFloats) return seal_floats(slab, group, index, inner, page, value);
+  }
+  if (slab.span == SealSlab::kFixedLevels) {
     if (slab.bits == 4) seal_fixed<4>(slab, group, index, inner, page, value);
     if (slab.bits == 3) seal_fixed<3>(slab, group, index, inner, page, value);
     if (slab.bits == 2) seal_fixed<2>(slab, group, index, inner, page, value);
@@ -212,10 +242,10 @@ __device__ void seal_any_group(const SealForm& p, const SealSlab& slab, const Gr
   });
 }
 
-// kAny: some K or V has 3 bits or fixed levels.
-template <class P, class E, bool kAny>
+template <class P, class E, SealKinds kKinds>
 __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ P p) {
-  extern __shared__ __align__(128) uint16_t values[];  // [tokens, pitch]
+  KVLATHE_DYNAMIC_SHARED(shared);
+  auto* values = reinterpret_cast<uint16_t*>(shared);  // [tokens, pitch]
   const SealSlab& slab = p.slab[blockIdx.x / 2][blockIdx.x % 2];
   const kvlathe_cuda_seal_page& job = p.page[blockIdx.y];
   if (job.source < 0) return;
@@ -238,8 +268,8 @@ __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ P
             inner = slab.by_token ? p.page_tokens : slab.rank;
   for (int i = threadIdx.x; i < rows * slab.groups; i += kThreads) {
     const Group group(slab, i, inner);
-    if constexpr (kAny)
-      seal_any_group<E>(p, slab, group, i, values, pitch, inner, job.position, page);
+    if constexpr (kKinds != SealKinds::kEven)
+      seal_any_group<E, kKinds>(p, slab, group, i, values, pitch, inner, job.position, page);
     else
       seal_group<E>(p, slab, group, i, values, pitch, inner, job.position, page);
   }
@@ -269,7 +299,9 @@ void set_slab(SealSlab& slab, const kvlathe_cuda_seal_args& a, const LaneRow& fr
   slab.target = which ? to.v : to.k;
   slab.meta = which ? to.v_meta : to.k_meta;
   slab.key = noise_key(a.seed, to.layer, to.head, which);
-  slab.span = format.fixed_levels() ? 0.f : float(span);
+  slab.span = format.fixed_levels() ? SealSlab::kFixedLevels
+              : format.float8()     ? SealSlab::kFloats
+                                    : float(span);
   slab.past = float((1 - span) / 2);
   slab.rank = uint16_t(which ? to.rank_v : to.rank_k);
   slab.bits = uint16_t(format.bits);
@@ -309,12 +341,27 @@ void check(const kvlathe_cuda_seal_args& a) {
           "the source is quantized already");
 }
 
-template <class P, class E, bool kAny>
-void launch(const kvlathe_cuda_seal_args& a, const P& p, int lanes, int pages, int shared) {
-  reserve_shared(seal_pages<P, E, kAny>, shared);
-  seal_pages<P, E, kAny>
-      <<<dim3(2 * lanes, pages), kThreads, shared, static_cast<cudaStream_t>(a.stream)>>>(p);
-  check_cuda(cudaGetLastError(), "launching seal");
+template <class P, class E, SealKinds kKinds>
+void launch(const kvlathe_cuda_seal_args& a, P& p, int lanes, int pages, int shared) {
+  reserve_shared(seal_pages<P, E, kKinds>, shared);
+  void* arguments[] = {&p};
+  check_cuda(cudaLaunchKernel(seal_pages<P, E, kKinds>, dim3(2 * lanes, pages), dim3(kThreads),
+                              arguments, size_t(shared), static_cast<cudaStream_t>(a.stream)),
+             "launching seal");
+}
+
+template <class P, class E>
+auto launcher_of(SealKinds kinds) {
+  return kinds == SealKinds::kEven  ? launch<P, E, SealKinds::kEven>
+         : kinds == SealKinds::kAny ? launch<P, E, SealKinds::kAny>
+                                    : launch<P, E, SealKinds::kFloats>;
+}
+
+SealKinds kinds_of(const kvlathe_part& target) {
+  if (any_float8(target)) return SealKinds::kFloats;
+  for (const Format& format : {format_k(target), format_v(target)})
+    if (format.bits == 3 || format.fixed_levels()) return SealKinds::kAny;
+  return SealKinds::kEven;
 }
 
 template <class P>
@@ -323,18 +370,15 @@ void seal(const kvlathe_cuda_seal_args& a) {
   static_cast<SealForm&>(p) = {static_cast<char*>(a.pool), a.source->page_stride,
                                a.target->page_stride, a.page_tokens, a.stochastic};
   const int shared = a.page_tokens * (kMaxRank + 2) * 2;
-  bool any = false;
-  for (const Format& format : {format_k(*a.target), format_v(*a.target)})
-    any |= format.bits == 3 || format.fixed_levels();
+  const SealKinds kinds = kinds_of(*a.target);
   for (int32_t lane = 0; lane < a.target->lane_count; lane += P::kMostLanes) {
     const int lanes = std::min(P::kMostLanes, a.target->lane_count - lane);
     for (int i = 0; i < lanes; ++i) set_lane(p.slab[i], a, lanes_of(*a.target)[lane + i]);
     for (int32_t page = 0; page < a.page_count; page += P::kMostPages) {
       const int pages = std::min(P::kMostPages, a.page_count - page);
       p.take(a.pages + page, pages);
-      const auto launcher = a.element == KVLATHE_F16
-                                ? (any ? launch<P, Half, true> : launch<P, Half, false>)
-                                : (any ? launch<P, Bfloat, true> : launch<P, Bfloat, false>);
+      const auto launcher =
+          a.element == KVLATHE_F16 ? launcher_of<P, Half>(kinds) : launcher_of<P, Bfloat>(kinds);
       launcher(a, p, lanes, pages, shared);
     }
   }

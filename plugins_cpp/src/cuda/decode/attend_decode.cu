@@ -227,7 +227,9 @@ template <class Body>
 void decided_bundled(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
                      const Device& device, bool wide, int bits, Body body) {
   const bool half = a.element == KVLATHE_F16;
-  if (is_general(a)) {
+  if (any_float8(a)) {
+    body(decide_bundled<BundledFloat8>(bundled_kernel_float8(half), a, heads, device));
+  } else if (is_general(a)) {
     body(decide_bundled<BundledGeneral>(bundled_kernel_general(half), a, heads, device));
   } else if (bits == 16) {
     body(decide_bundled<Bundled16>(bundled_kernel_16(half), a, heads, device));
@@ -248,6 +250,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   const int bits = bits_of_codes(a);
   if (a.flags & KVLATHE_BUNDLES) return decided_bundled(a, heads, device, wide, bits, body);
+  if (any_float8(a)) return general(decode_kernel_float8(half), Float8Params{});
   if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))
     return general(decode_kernel_general(half, true), GeneralParams<KVLATHE_MAX_PARTS>{});

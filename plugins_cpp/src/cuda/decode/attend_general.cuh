@@ -130,7 +130,8 @@ __device__ __forceinline__ void attend_pages(const P& p, SoftmaxState<kSteps>& s
     const int page = at >> shift, token = at - (page << shift);
     const uint32_t from = tile + page * bytes;
     Scores s;
-    score_codes<E>(s, CodedLane::in(codes.keys, from), queries, token, tokens, p.scale_log2);
+    score_codes<E, P::kFloat8>(s, CodedLane::in(codes.keys, from), queries, token, tokens,
+                               p.scale_log2);
     const bool some = count < kChunkTokens || hidden.any(first + at, count);
 #pragma unroll
     for (int b = 0; b < kChunkUnits; ++b) {
@@ -138,7 +139,8 @@ __device__ __forceinline__ void attend_pages(const P& p, SoftmaxState<kSteps>& s
       bound_scores(s[b], p);
       if (some) hide_unseen(s[b], first + at, count, own, tokens.later(), hidden);
     }
-    add_codes<E>(state, CodedLane::in(codes.values, from), grids, token, count, tokens, s);
+    add_codes<E, P::kFloat8>(state, CodedLane::in(codes.values, from), grids, token, count, tokens,
+                             s);
   }
 }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void score_channels(Scores& s, const FormRows& k, uin
       load_vector(own, q);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        Grids<false> grids;
+        Grids<Coding::kAffine> grids;
         const uint32_t at = meta + 8 * h * groups * kPairBytes;
         grids.load(at, at + groups * kPairBytes);
         scaled[h] = Numbers::scaled(own[h], grids.scales);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void score_channels(Scores& s, const FormRows& k, uin
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
         if (strip * kStrip >= first + group || (strip + 1) * kStrip <= first) continue;
-        Eight<kBits, false> x[2];
+        Eight<CodeForm<kBits>> x[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           x[h].load(row + 8 * h * row_bytes, token + strip * kStrip + 8 * t, count), x[h].turn();
@@ -64,11 +64,10 @@ __device__ __forceinline__ void score_channels(Scores& s, const FormRows& k, uin
 }
 
 // K [token][rank] of codes. A strip of tokens at a time.
-template <class E, int kBits, bool kLevels>
+template <class E, class C>
 __device__ __forceinline__ void score_tokens(Scores& s, const FormRows& k, uint32_t queries,
                                              int token, Order tokens) {
-  using Numbers = CodeNumbers<E>;
-  using Pair = Grids<kLevels>;
+  using Pair = Grids<C::coding>;
   const int t = threadIdx.x % 4;
   const TokenRows rows(k, Pair::kBytes, token, tokens);
 #pragma unroll 1
@@ -90,7 +89,7 @@ __device__ __forceinline__ void score_tokens(Scores& s, const FormRows& k, uint3
       const int group = walk.of(strip) * Pair::kBytes;
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        Eight<kBits, kLevels> x[2];
+        Eight<C> x[2];
         Pair grids[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void score_tokens(Scores& s, const FormRows& k, uint3
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const Pair& grid = grids[i % 2];
-            a[i] = Numbers::worth(x[i % 2].halves(b, i / 2), Pair::kLess, grid.scales, grid.minima);
+            a[i] = worth_of<E, C::coding>(x[i % 2].halves(b, i / 2), grid.scales, grid.minima);
           }
           E::multiply(s[2 + tile], a, own[b][0], own[b][1]);
         }
@@ -142,25 +141,27 @@ __device__ inline Order order_of_tokens(const FormSide& keys) {
 }
 // And the kept queries.
 __device__ inline Order order_of_queries(const FormSide& keys) {
-  return keys.bits == 16 || keys.by_channel() ? kPlainOrder : order_of(keys);
+  return is_half(keys.bits) || keys.by_channel() ? kPlainOrder : order_of(keys);
 }
 
 // Scores of 64 tokens from `token` of a page on, in base 2. Those of tokens that do not exist may be
-// anything. queries: this lane's of those that are kept.
-template <class E>
+// anything. queries: this lane's of those that are kept. kFloat8: codes may be floats of 8 bits.
+template <class E, bool kFloat8>
 __device__ __forceinline__ void score_codes(Scores& s, const FormRows& keys, uint32_t queries,
                                             int token, Order tokens, float scale_log2) {
-  if (keys.side.bits == 16)
+  if (is_half(keys.side.bits))
     score_elements<E>(s, keys, queries, token, tokens);
   else
     for_bits(keys.side.bits, [&](auto bits) {
       constexpr int kBits = decltype(bits)::value;
       if (keys.side.by_channel())
         score_channels<E, kBits>(s, keys, queries, token);
-      else if (kBits < 8 && keys.side.fixed_levels())
-        score_tokens<E, kBits, (kBits < 8)>(s, keys, queries, token, tokens);
+      else if (has_width(Coding::kNormal, kBits) && keys.side.fixed_levels())
+        score_tokens<E, CodedAs<kBits, Coding::kNormal>>(s, keys, queries, token, tokens);
+      else if (kFloat8 && has_width(Coding::kFloat8, kBits) && keys.side.float8())
+        score_tokens<E, CodedAs<kBits, Coding::kFloat8>>(s, keys, queries, token, tokens);
       else
-        score_tokens<E, kBits, false>(s, keys, queries, token, tokens);
+        score_tokens<E, CodeForm<kBits>>(s, keys, queries, token, tokens);
     });
 #pragma unroll
   for (int b = 0; b < kChunkUnits; ++b) {

@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_channels(float (&o)[kSteps][4], const FormRo
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
         if (strip * kStrip >= first + group || (strip + 1) * kStrip <= first) continue;
-        Eight<kBits, false> x[2];
+        Eight<CodeForm<kBits>> x[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           x[h].load(row + 8 * h * row_bytes, token + strip * kStrip + 8 * t, count);
@@ -104,17 +104,17 @@ constexpr int kGridsOfGroup = 2 * kChunkUnits * 4 * 8;
 __host__ __device__ inline int kept_grids_bytes(int groups) { return groups * kGridsOfGroup; }
 
 // Keeps them for 64 tokens, of which `valid` exist: those of others are zeros. Whole warp.
-template <bool kLevels>
+template <Coding kCoding>
 __device__ __forceinline__ void keep_grids(uint32_t kept, const FormRows& v, int token, int valid,
                                            Order tokens) {
   const int lane = threadIdx.x % 32, tile = lane / 8;
   const int first = tile / 2 * kStrip + lane % 4 * 8 + tile % 2 * tokens.next() + lane / 4 % 2;
-  const int meta_row = v.groups * Grids<kLevels>::kBytes;
+  const int meta_row = v.groups * Grids<kCoding>::kBytes;
   uint32_t meta = v.meta + (token + first) * meta_row;
   __syncwarp();
 #pragma unroll 1
-  for (int group = 0; group < v.groups; ++group, meta += Grids<kLevels>::kBytes) {
-    Grids<kLevels> grids;
+  for (int group = 0; group < v.groups; ++group, meta += Grids<kCoding>::kBytes) {
+    Grids<kCoding> grids;
     grids.load(meta, meta + tokens.odd * meta_row, first < valid, first + tokens.odd < valid);
     const uint32_t to = kept + group * kGridsOfGroup + lane * 8;
     store_word(to, grids.scales), store_word(to + 4, grids.minima);
@@ -123,14 +123,13 @@ __device__ __forceinline__ void keep_grids(uint32_t kept, const FormRows& v, int
 }
 
 // V [token][rank] of codes. Channels of o then have the order of the codes. kept: kept_grids_bytes.
-template <class E, int kBits, bool kLevels, int kSteps>
+template <class E, class C, int kSteps>
 __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows& v,
                                            Weights& weights, uint32_t kept, int token, int valid,
                                            Order tokens) {
-  using Numbers = CodeNumbers<E>;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const TokenRows rows(v, 0, token, tokens);
-  keep_grids<kLevels>(kept, v, token, valid, tokens);
+  keep_grids<C::coding>(kept, v, token, valid, tokens);
   int group[kSteps / 2];
   GroupWalk walk(v.rank, v.groups, g / 4);
 #pragma unroll
@@ -145,7 +144,7 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
     for (int strip = 0; strip < kSteps / 2; ++strip) {
       if (strip * kStrip >= v.rank) break;
       uint32_t grids[2][2];
-      Eight<kBits, kLevels> x[2];
+      Eight<C> x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         load_vector(grids[h], entries + group[strip] + 32 * h);
@@ -157,7 +156,7 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t (&grid)[2] = grids[i / 2];
-          a[i] = Numbers::worth(x[i / 2].halves(b, i % 2), Grids<kLevels>::kLess, grid[0], grid[1]);
+          a[i] = worth_of<E, C::coding>(x[i / 2].halves(b, i % 2), grid[0], grid[1]);
         }
         E::multiply(o[2 * strip + b], a, weights.p[0][0], weights.p[0][1]);
       }
@@ -192,7 +191,7 @@ __device__ __forceinline__ void add_elements(float (&o)[kSteps][4], const FormRo
 
 // The order of o's channels after a run of such values.
 __device__ inline Order order_of_sums(const FormSide& values) {
-  return values.bits == 16 || values.by_channel() ? kPlainOrder : order_of(values);
+  return is_half(values.bits) || values.by_channel() ? kPlainOrder : order_of(values);
 }
 
 // Puts the channels of o from one order into another, by kStripBytes of shared memory. Whole warp.
@@ -224,15 +223,15 @@ __device__ __forceinline__ void reorder(float (&o)[kSteps][4], uint32_t scratch,
 }
 
 // Adds V of 64 tokens, of which the first `valid` exist; the scores of the others are -inf. grids:
-// room for what keep_grids keeps.
-template <class E, int kSteps>
+// room for what keep_grids keeps. kFloat8: as in score_codes.
+template <class E, bool kFloat8, int kSteps>
 __device__ __forceinline__ void add_codes(SoftmaxState<kSteps>& state, const FormRows& values,
                                           uint32_t grids, int token, int valid, Order tokens,
                                           Scores& s) {
   state.weigh(s);
   Weights weights;
   weights.template set<E>(s);
-  if (values.side.bits == 16)
+  if (is_half(values.side.bits))
     add_elements<E>(state.o, values, weights, token, valid, tokens);
   else
     for_bits(values.side.bits, [&](auto bits) {
@@ -240,10 +239,14 @@ __device__ __forceinline__ void add_codes(SoftmaxState<kSteps>& state, const For
       if (values.side.by_channel()) {
         if (tokens != order_of(values.side)) weights.change_order();
         add_channels<E, kBits>(state.o, values, weights, token, valid);
-      } else if (kBits < 8 && values.side.fixed_levels()) {
-        add_tokens<E, kBits, (kBits < 8)>(state.o, values, weights, grids, token, valid, tokens);
+      } else if (has_width(Coding::kNormal, kBits) && values.side.fixed_levels()) {
+        using C = CodedAs<kBits, Coding::kNormal>;
+        add_tokens<E, C>(state.o, values, weights, grids, token, valid, tokens);
+      } else if (kFloat8 && has_width(Coding::kFloat8, kBits) && values.side.float8()) {
+        using C = CodedAs<kBits, Coding::kFloat8>;
+        add_tokens<E, C>(state.o, values, weights, grids, token, valid, tokens);
       } else {
-        add_tokens<E, kBits, false>(state.o, values, weights, grids, token, valid, tokens);
+        add_tokens<E, CodeForm<kBits>>(state.o, values, weights, grids, token, valid, tokens);
       }
     });
 }

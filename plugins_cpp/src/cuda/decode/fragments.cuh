@@ -38,49 +38,54 @@ struct Order {
 };
 constexpr Order kPlainOrder{1};
 __device__ inline Order code_order(bool bytes) { return {bytes ? 2 : 4}; }
-__device__ inline Order order_of(const FormSide& side) {
-  return code_order(side.bits == 8 || side.bits == 3 || side.fixed_levels());
-}
+__device__ inline Order order_of(const FormSide& side) { return code_order(side.in_bytes()); }
 
 // x / y of small numbers, in few instructions.
 __device__ inline int small_quotient(int x, int y) { return int(__fdividef(x + 0.5f, float(y))); }
 
 // -- codes ----------------------------------------------------------------------------------------
 
-// Eight codes of a row as elements of 16 bits with two (kBytes) or four codes each.
-template <int kBits, bool kLevels>
+// Eight codes of a row as elements of 16 bits with two (kBytes) or four codes each. C: CodeForm.
+template <class C>
 struct Eight {
-  static constexpr bool kBytes = kBits == 8 || kBits == 3 || kLevels;
+  static constexpr int kBits = C::bits;
+  static constexpr bool kBytes = !C::packed || C::blocks || C::levels;
   static constexpr int kWords = kBytes ? 2 : 1;
   uint32_t x[kWords];
 
   // From `code` on, of a row of `count`. (Of 3 bits: threes_at, in few registers.)
   __device__ __forceinline__ void load(uint32_t row, unsigned code, int count) {
-    if constexpr (kBits == 8)
+    if constexpr (!C::packed)
       load_vector(x, row + code);
-    else if constexpr (kBits == 3)
+    else if constexpr (C::blocks)
       load_threes(x, row + code / 64 * 24 + code % 64 / 8, min(count - int(code & ~63u), 64) / 8);
     else if constexpr (kBytes)
       load_row_codes<kBits>(x, row, code, count);
-    else if constexpr (kBits == 4)
+    else if constexpr (is_nibble(kBits))
       x[0] = load_word(row + code / 2);
     else
       x[0] = picked_bytes(load_half(row + code / 4), 0, 0x4140);
-    if constexpr (kLevels) x[0] = levels_of_codes<kBits>(x[0]), x[1] = levels_of_codes<kBits>(x[1]);
+    if constexpr (C::levels)
+      x[0] = levels_of_codes<kBits>(x[0]), x[1] = levels_of_codes<kBits>(x[1]);
   }
   __device__ __forceinline__ void turn() {
 #pragma unroll
     for (uint32_t& word : x) word = transposed(word);
   }
-  // Two halves 1024 + code, of half h of fragment b.
+  // Two halves 1024 + code, of half h of fragment b. Of floats what is 2^8 times smaller than they
+  // (small_half_of).
   __device__ __forceinline__ uint32_t halves(int b, int h) const {
+    if constexpr (C::floats) {
+      const uint32_t above = picked_bytes(x[b], 0, h ? 0x3414 : 0x2404);
+      return (above & 0x80008000) | (above >> 1 & 0x3f803f80);
+    }
     if constexpr (kBytes) return picked_bytes(x[b], 0x64646464, h ? 0x4341 : 0x4240);
-    constexpr uint32_t kMask = kBits == 4 ? 0x000f000f : 0x00030003;
+    constexpr uint32_t kMask = is_nibble(kBits) ? 0x000f000f : 0x00030003;
     return with_bits(x[0] >> kBits % 8 * (2 * b + h), kMask, 0x64006400);
   }
 };
 
-constexpr uint32_t k1024 = 0x64006400, k1151 = 0x647f647f;  // pairs of halves
+constexpr uint32_t k256 = 0x5c005c00, k1024 = 0x64006400, k1151 = 0x647f647f;  // pairs of halves
 
 // Codes as numbers of the element E. `x`: two halves 1024 + code; kOffset: what `plain` leaves of the
 // 1024. Scales and minima are pairs of halves.
@@ -95,6 +100,10 @@ struct CodeNumbers<Half> {
   // (x - less) scale + minimum, rounded once.
   __device__ static uint32_t worth(uint32_t x, uint32_t less, uint32_t scale, uint32_t minimum) {
     return fma_halves(sub_halves(x, less), scale, minimum);
+  }
+  // x scale of floats that are 2^8 times smaller, rounded once.
+  __device__ static uint32_t worth(uint32_t x, uint32_t scale) {
+    return fma_halves(fma_halves(x, k256, 0), scale, 0);
   }
   __device__ static uint32_t scaled(uint32_t q, uint32_t scale) { return fma_halves(q, scale, 0); }
   __device__ static uint32_t of_halves(uint32_t x) { return x; }
@@ -113,6 +122,9 @@ struct CodeNumbers<Bfloat> {
     return Bfloat::pack(fmaf(low(x), low(scale), low(minimum)),
                         fmaf(high(x), high(scale), high(minimum)));
   }
+  __device__ static uint32_t worth(uint32_t x, uint32_t scale) {
+    return Bfloat::pack(low(x) * (low(scale) * kFloat8Unit), high(x) * (high(scale) * kFloat8Unit));
+  }
   __device__ static uint32_t scaled(uint32_t q, uint32_t scale) {
     return Bfloat::pack(Bfloat::widen(uint16_t(q)) * low(scale),
                         Bfloat::widen(uint16_t(q >> 16)) * high(scale));
@@ -120,17 +132,21 @@ struct CodeNumbers<Bfloat> {
 };
 
 // The scales and the minima of two groups.
-template <bool kLevels>
+template <Coding kCoding>
 struct Grids {
-  static constexpr int kBytes = kLevels ? 2 : kPairBytes;
+  static constexpr int kBytes = 2 * metadata_halves(kCoding);
   // A level's value is scale (level - 127) - scale / 2, so that a rounded scale is no shift.
-  static constexpr uint32_t kLess = kLevels ? k1151 : k1024;
+  static constexpr uint32_t kLess = has_levels(kCoding) ? k1151 : k1024;
   uint32_t scales = 0, minima = 0;
 
   // first, second: where their metadata is. there: or else zeros; what lies there may be anything.
   __device__ __forceinline__ void load(uint32_t first, uint32_t second, bool first_there = true,
                                        bool second_there = true) {
-    if constexpr (kLevels) {
+    if constexpr (has_floats(kCoding)) {
+      const uint32_t a = first_there ? load_half(first) : 0;
+      const uint32_t b = second_there ? load_half(second) : 0;
+      scales = a | b << 16;
+    } else if constexpr (has_levels(kCoding)) {
       const float a = first_there ? Half::widen(load_half(first)) * kTwo255ths : 0.f;
       const float b = second_there ? Half::widen(load_half(second)) * kTwo255ths : 0.f;
       scales = Half::pack(a, b), minima = Half::pack(-0.5f * a, -0.5f * b);
@@ -141,6 +157,15 @@ struct Grids {
     }
   }
 };
+
+// What two codes are worth (Eight::halves), whose groups have such a scale and minimum.
+template <class E, Coding kCoding>
+__device__ __forceinline__ uint32_t worth_of(uint32_t halves, uint32_t scale, uint32_t minimum) {
+  if constexpr (has_floats(kCoding))
+    return CodeNumbers<E>::worth(halves, scale);
+  else
+    return CodeNumbers<E>::worth(halves, Grids<kCoding>::kLess, scale, minimum);
+}
 
 // The groups of a token along the rank, strip by strip: `least` steps of 16 channels or, the first
 // `longer`, one more. This lane's channels of a strip are of its step `own`.
@@ -159,6 +184,10 @@ struct GroupWalk {
     return min(group + (2 * strip + own >= end), last);
   }
 };
+
+// Codes of such a coding, where they may have so many bits; or else affine ones.
+template <int kBits, Coding kCoding>
+using CodedAs = CodeForm<kBits, has_width(kCoding, kBits) ? kCoding : Coding::kAffine>;
 
 // -- queries --------------------------------------------------------------------------------------
 
@@ -228,17 +257,5 @@ struct TokenRows {
   }
   __device__ int token_of(int tile) const { return tile / 2 * kStrip + tile % 2 * tokens.next(); }
 };
-
-// Runs body(bits) with the bits of codes as a constant.
-template <class Body>
-__device__ __forceinline__ void for_bits(int bits, Body body) {
-  using std::integral_constant;
-  switch (bits) {
-    case 8: body(integral_constant<int, 8>{}); break;
-    case 4: body(integral_constant<int, 4>{}); break;
-    case 3: body(integral_constant<int, 3>{}); break;
-    case 2: body(integral_constant<int, 2>{}); break;
-  }
-}
 
 }  // namespace kvlathe::cuda

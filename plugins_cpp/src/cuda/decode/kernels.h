@@ -1,5 +1,5 @@
 // The compiled variants of attend_decode, by what a call needs. They are spread over files
-// (decode_16.cu, decode_codes.cu, decode_alone.cu, decode_any.cu, decode_general.cu, and
+// (decode_16.cu, decode_codes.cu, decode_alone.cu, decode_any.cu, decode_general.cu, decode_float8.cu, and
 // bundled_*.cu beside them), so that these are compiled at the same time.
 #pragma once
 
@@ -23,14 +23,17 @@ const void* decode_kernel_alone(bool half, bool wide, int bits, int fill);
 // name their parts.
 const void* decode_kernel_general(bool half, bool named);
 const void* decode_kernel_scored(bool half);  // takes ScoredParams
+const void* decode_kernel_float8(bool half);  // takes Float8Params: floats of 8 bits, too
 
 // Of calls with bundles: 16 bit, codes as in decode_kernel_codes, and all others.
 using Bundled16 = Bundled<Params<KVLATHE_MAX_SLOTS>, kMaxGroup>;
 using BundledCodes = Bundled<Params<2>, 2 * kMaxGroup>;
 using BundledGeneral = Bundled<ScoredParams, kMaxGroup>;
+using BundledFloat8 = Bundled<Float8Params, kMaxGroup>;
 constexpr int kMostColumns = BundledCodes::kColumns;
 const void* bundled_kernel_16(bool half);
 const void* bundled_kernel_codes(bool half, bool wide, int bits);
 const void* bundled_kernel_general(bool half);
+const void* bundled_kernel_float8(bool half);
 
 }  // namespace kvlathe::cuda

@@ -5,7 +5,6 @@
 
 #include "common/formats.h"
 #include "common/limits.h"
-#include "cuda/form_side.h"
 #include "kvlathe/abi.h"
 
 namespace kvlathe::cuda {
@@ -120,7 +119,7 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr int kSlots = kSlots_, kParts = kParts_;
   static constexpr bool kNamed = kParts > kSlots;
   // Of general calls: a row may see no token at all, and a block may have few threads (finish.cuh).
-  static constexpr bool kHides = false, kScored = false;
+  static constexpr bool kHides = false, kScored = false, kFloat8 = false;
   static constexpr bool kBundled = false;
   static constexpr bool kAlone = false;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
@@ -177,6 +176,11 @@ struct ScoredParams : GeneralParams<KVLATHE_MAX_PARTS> {
   static constexpr bool kScored = true;
   const float* sinks;  // null, or [heads, group_size]
   float bound;         // of scores in base 2; 0: none
+};
+
+// The same of a call with floats of 8 bits.
+struct Float8Params : ScoredParams {
+  static constexpr bool kFloat8 = true;
 };
 
 // The same of a call with bundles (bundles.cuh). Every KV head stands here as many times as there are

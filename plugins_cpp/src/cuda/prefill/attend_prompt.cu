@@ -75,9 +75,9 @@ int bits_of(const kvlathe_part& part) {
   return any_quantized(part) && !known_codes(part) ? kGeneralBits : part.bits_k;
 }
 
-// Whether lanes name their parts: the kernel of scored calls takes no others.
+// Whether lanes name their parts: the kernels of scored calls and of floats of 8 bits take no others.
 bool is_named(const kvlathe_attend_decode_args& a) {
-  return names_parts(a.part_count) || is_scored(a);
+  return names_parts(a.part_count) || is_scored(a) || any_float8(a);
 }
 
 // Whether lanes see less than all of a part.
@@ -219,7 +219,8 @@ PromptRoom fit(const PromptParams& p, PromptTiles tiles, int shared) {
 }
 
 const void* kernel_of(const kvlathe_attend_decode_args& a) {
-  const PromptKind kind = is_scored(a)    ? PromptKind::kScored
+  const PromptKind kind = any_float8(a)   ? PromptKind::kFloat8
+                          : is_scored(a)  ? PromptKind::kScored
                           : is_named(a)   ? PromptKind::kNamed
                           : is_general(a) ? PromptKind::kGeneral
                                           : PromptKind::kPlain;

@@ -167,7 +167,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 #endif
 
 // For other devices this compiles to nothing. The host tells by its shared memory.
-// P: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
+// P: PromptParams, GeneralPrompts, NamedPrompts, ScoredPrompts or Float8Prompts.
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA
@@ -202,7 +202,8 @@ const void* kernel_of_kind(PromptKind kind) {
     case PromptKind::kPlain: return address(attend_prompt<E, PromptParams>);
     case PromptKind::kGeneral: return address(attend_prompt<E, GeneralPrompts>);
     case PromptKind::kNamed: return address(attend_prompt<E, NamedPrompts>);
-    default: return address(attend_prompt<E, ScoredPrompts>);
+    case PromptKind::kScored: return address(attend_prompt<E, ScoredPrompts>);
+    default: return address(attend_prompt<E, Float8Prompts>);
   }
 }
 

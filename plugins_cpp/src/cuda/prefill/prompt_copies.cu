@@ -25,7 +25,12 @@ constexpr int kPlaceThreads = 256, kCopyThreads = 128;
 // New tokens of a sequence from which its past is copied. Fewer have few tiles.
 constexpr int kLeastCopied = 128;
 
-// P: PromptParams, or NamedPrompts for a general call.
+// The parameters of a general call with floats of 8 bits.
+struct NamedFloat8 : NamedPrompts {
+  static constexpr bool kFloat8 = true;
+};
+
+// P: PromptParams, or NamedPrompts or NamedFloat8 for a general call.
 template <class P>
 struct CopyParams {
   P prompts;
@@ -196,7 +201,7 @@ __global__ void __launch_bounds__(kCopyThreads)
       case 2: take(KnownLane<2>{p, head, slot, of}); break;
       default:
         if constexpr (P::kGeneral)
-          take(FormLane{p, head, slot, of, p.sides_of(h, slot), p.groups[h][slot]});
+          take(FormLane<P::kFloat8>{p, head, slot, of, p.sides_of(h, slot), p.groups[h][slot]});
     }
     __syncthreads();  // the next piece goes where this one was
   }
@@ -217,7 +222,9 @@ void with_params(const PromptLaunch& launch, Body body) {
     body(CopyParams<P>{prompts, copies.count, copies.left, copies.owners, copies.copies_of,
                        copies.slots, copies.parts, copies.copied});
   };
-  if (copies.general) return with(static_cast<const NamedPrompts&>(launch.params));
+  const NamedPrompts& named = launch.params;
+  if (copies.float8) return with(NamedFloat8{named});
+  if (copies.general) return with(named);
   with(static_cast<const PromptParams&>(launch.params));
 }
 
@@ -250,6 +257,7 @@ CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, NamedPrompts& p, 
           a.part_count,
           copied,
           general,
+          any_float8(a),
           counts,
           counts + 1,
           reinterpret_cast<int2*>(at + first),

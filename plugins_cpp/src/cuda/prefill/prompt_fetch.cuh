@@ -149,10 +149,11 @@ struct Room {
 template <class Fetcher>
 __device__ void fetch_general(Fetcher& fetcher, const PromptTile& tile, int part);
 
-// P: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
+// P: as of attend_prompt (attend_prompt.cuh).
 template <class E, class P>
 struct Fetcher {
   using Element = E;
+  static constexpr bool kFloat8 = P::kFloat8;
   const P& p;
   PromptShared& s;
   const uint32_t shared;

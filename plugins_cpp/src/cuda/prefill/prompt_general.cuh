@@ -22,7 +22,9 @@ struct StagePlace {
   }
 };
 
-// The codes of one lane in one part, in any form: what CodesLane is for one form.
+// The codes of one lane in one part, in any form: what CodesLane is for one form. kFloat8: they may be
+// floats of 8 bits.
+template <bool kFloat8>
 struct FormLane {
   const PromptParams& p;
   const PromptHead& head;
@@ -44,7 +46,7 @@ struct FormLane {
   }
   __device__ int bytes(int which) const {
     const int rank = 16 * (which ? head.steps_v : head.steps_k);
-    return code_bytes(which) + sides[which].meta_size(groups[which], rank, 64);
+    return code_bytes(which) + sides[which].meta_size<kFloat8>(groups[which], rank, 64);
   }
 
   // Asks for 64 tokens of a page, from `token` on.
@@ -57,11 +59,11 @@ struct FormLane {
       const int row = 8 * own.side.bits;  // bytes of 64 codes of a channel
       if (!own.side.by_channel()) {
         codes += token * (own.rank * own.side.bits / 8);
-        meta += token * own.groups * own.side.meta_bytes();
+        meta += token * own.groups * own.side.meta_bytes<kFloat8>();
       }
       const int size = code_bytes(which), meta_size = bytes(which) - size;
       // A channel's 64 codes of 3 bits are 24 bytes.
-      const int piece = own.side.by_channel() && own.side.bits == 3 ? 8 : 16;
+      const int piece = own.side.by_channel() && own.side.in_blocks() ? 8 : 16;
 #pragma unroll 1
       for (int i = threadIdx.x * piece; i < size; i += 128 * piece) {
         int at = i;
@@ -87,8 +89,8 @@ struct FormLane {
     for (int which = 0; which < 2; ++which) {
       const FormRows rows = this->rows(which, from);
       const int group = rows.side.by_channel() ? (token + own) / rows.side.group : 0;
-      convert_form<E>(rows, own, group, valid - own,
-                      StagePlace{which ? values : keys, block_steps(rows.rank / 16), own});
+      convert_form<E, kFloat8>(rows, own, group, valid - own,
+                               StagePlace{which ? values : keys, block_steps(rows.rank / 16), own});
     }
   }
 };
@@ -180,9 +182,9 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
     case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part, of}); break;
     case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part, of}); break;
     default:
-      fetch_seen_codes(
-          f, from,
-          FormLane{p, head, part, of, p.sides_of(tile.head, part), p.groups[tile.head][part]});
+      fetch_seen_codes(f, from,
+                       FormLane<Fetcher::kFloat8>{p, head, part, of, p.sides_of(tile.head, part),
+                                                  p.groups[tile.head][part]});
   }
 }
 

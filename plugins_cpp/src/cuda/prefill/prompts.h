@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/formats.h"
 #include "cuda/decode/params.h"
-#include "cuda/form_side.h"
 
 namespace kvlathe::cuda {
 
@@ -63,7 +63,7 @@ struct PromptHead {
 };
 
 struct PromptParams : PromptRoom {
-  static constexpr bool kGeneral = false, kScored = false;
+  static constexpr bool kGeneral = false, kScored = false, kFloat8 = false;
   KVLATHE_ANYWHERE const PromptPart& part_of(int, int slot) const { return part[slot]; }
   // The same of the call's parts, and which of them is in a slot.
   KVLATHE_ANYWHERE const PromptPart& call_part(int i) const { return part[i]; }
@@ -134,14 +134,19 @@ struct ScoredPrompts : NamedPrompts {
   float bound;                          // of scores that are not scaled yet; 0: none
 };
 static_assert(sizeof(ScoredPrompts) <= 32764, "a kernel takes no more parameters");
+
+// The same of a call with floats of 8 bits.
+struct Float8Prompts : ScoredPrompts {
+  static constexpr bool kFloat8 = true;
+};
 constexpr int kGeneralBits = 1;
 
 // Copies that come before a call's launch.
 struct CopyLaunch {
-  int32_t slots;    // pages that there is room for; 0: no copies
-  int32_t parts;    // of the call
-  uint32_t copied;  // bit i: pages of part i are copied
-  bool general;
+  int32_t slots;             // pages that there is room for; 0: no copies
+  int32_t parts;             // of the call
+  uint32_t copied;           // bit i: pages of part i are copied
+  bool general, float8;      // float8: with floats of 8 bits
   int32_t *count, *left;     // copies made; PromptParams::codes_left
   int2* owners;              // [slots]: part and page of each
   const int32_t* copies_of;  // of kvlathe_prompts
@@ -149,8 +154,9 @@ struct CopyLaunch {
   int shared_bytes;
 };
 
-// What parameters a kernel takes: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
-enum class PromptKind { kPlain, kGeneral, kNamed, kScored };
+// What parameters a kernel takes: PromptParams, GeneralPrompts, NamedPrompts, ScoredPrompts or
+// Float8Prompts.
+enum class PromptKind { kPlain, kGeneral, kNamed, kScored, kFloat8 };
 const void* prompt_kernel_f16(PromptKind kind);
 const void* prompt_kernel_bf16(PromptKind kind);
 
