@@ -231,6 +231,6 @@ def test_ranks_that_stay_whole_are_said(
     )
     options = Options(compression_ratio=ratio)
     plan, _ = compose(parse(request_name), stats.shape, True, stats, options, FORM)
-    note = composition.whole_ranks_note(plan)
+    note = composition.whole_ranks_note(parse(request_name), plan)
     assert bool(note) == bool(said)
     assert said in note

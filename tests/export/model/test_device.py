@@ -20,6 +20,7 @@ from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import ARRAYS, Stats
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU, _one_ahead, choose_device
@@ -50,7 +51,12 @@ def plan_of(checkpoint: Checkpoint, stats: Stats) -> tuple[CompressionPlan, Basi
     shape = checkpoint.spec.shape
     has_rope = checkpoint.spec.rope is not None
     return compose(
-        COMPRESSION, shape, has_rope, stats, Options(centre=True), CacheSettings(16)
+        parse(COMPRESSION),
+        shape,
+        has_rope,
+        stats,
+        Options(centre=True),
+        CacheSettings(16),
     )
 
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildRequest
-from kvlathe.engines.order import accept, prepare
+from kvlathe.engines.job import prepare
+from kvlathe.engines.order import accept
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
