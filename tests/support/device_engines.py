@@ -26,10 +26,9 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -104,10 +103,10 @@ class HostAttention:
         self.ops = [Op(native, layer_table(layout, layer)) for layer in layers]
         self.kinds: list[tuple[bool, int]] = []
 
-    def prepare(
+    def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> StepInputs:
-        self.kinds.append((step.kind.decode, step.kind.rows))
+        self.kinds.append((step.single, step.rows))
         return step
 
     def run(

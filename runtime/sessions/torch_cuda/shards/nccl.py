@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.sessions.torch_cuda.device import current_stream
 
 UNIQUE_ID_BYTES = 128
 SUM = 0
@@ -111,7 +110,7 @@ class NcclGroup:
             kind,
             SUM,
             self._comm,
-            current_stream(),
+            _stream(),
         )
         return x
 
@@ -126,7 +125,7 @@ class NcclGroup:
             own.numel(),
             kind,
             self._comm,
-            current_stream(),
+            _stream(),
         )
         return every
 
@@ -134,3 +133,7 @@ class NcclGroup:
         comm, self._comm = self._comm, c_void_p()
         if comm:
             library().ncclCommAbort(comm)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
