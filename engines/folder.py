@@ -45,7 +45,7 @@ def check_target(
             raise KvlatheError(
                 f"{target} exists",
                 "a build never writes into a folder",
-                "name another --output_dir or pass --overwrite",
+                "name another --output-dir or pass --overwrite",
             )
         _check_ours(target, written)
     home = nearest_parent(target.resolve())
@@ -53,7 +53,7 @@ def check_target(
         raise KvlatheError(
             f"{home} cannot be written to",
             "it is no folder" if not home.is_dir() else "this user may not",
-            f"{target} would appear in it: name another --output_dir",
+            f"{target} would appear in it: name another --output-dir",
         )
 
 
@@ -212,7 +212,7 @@ def _remove_abandoned(target: Path, own: Path) -> None:
             raise KvlatheError(
                 f"{target} is being built",
                 "another process is at work on it",
-                "wait for that one, or name another --output_dir",
+                "wait for that one, or name another --output-dir",
             ) from error
         finally:
             os.close(handle)
@@ -289,5 +289,5 @@ def _full_disk(target: Path) -> KvlatheError:
     return KvlatheError(
         f"{target} could not be written",
         f"its disk is full ({free:,} bytes are free now that the unfinished folder is removed)",
-        "make room or name another --output_dir",
+        "make room or name another --output-dir",
     )

@@ -1,4 +1,4 @@
-"""Which form every lane takes: the least sum of measured losses under one budget of
+"""The form that every lane takes: the least sum of measured losses under one budget of
 bytes.
 
 A lane's loss is that of its K's form, of its V's and of its window; its bytes are those
@@ -24,7 +24,7 @@ MOST_FORMATS = 2
 MOST_WINDOWS = 2
 """Beside lanes that keep all tokens."""
 PRICES = 128
-"""Of a byte, tried for a bound."""
+"""Prices of a byte that are tried for a bound."""
 UNITS = 20_000
 """That a budget is counted in: the knapsack rounds bytes up to one."""
 CLOSE = 1.005
@@ -43,7 +43,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What one plan uses: pairs of K's and V's format, places in FORMATS, and token
+    """The forms that one plan uses: pairs of K's and V's format, places in FORMATS, and token
     lives, places in ``Grid.lives``."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -75,7 +75,7 @@ class Priced:
         return float((of_keys + of_values + of_windows).sum())
 
     def bytes(self, choice: Assignment) -> int:
-        """Of the grid's sequence."""
+        """Bytes of the grid's sequence."""
         sizes = self.grid.bytes
         of_keys = sizes[choice.k, choice.window]
         of_values = sizes[choice.v, choice.window]

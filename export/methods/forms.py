@@ -26,7 +26,7 @@ GROUP = 128
 """Channels in a group along the rank: heads up to this size have one a token. Along the
 tokens a page is one."""
 SPAN = {"rank": {8: 1.0, 4: 0.95, 2: 0.65}, "token": {8: 1.0, 4: 1.0, 2: 0.8}}
-"""Of a group's range, what codes cover. Along the rank: least squared error for 64 to
+"""The part of a group's range that codes cover. Along the rank: least squared error for 64 to
 128 normal numbers; rotated ones nearly are that. A channel's numbers in a page have fewer
 outliers; theirs were measured on calibration text.
 """
@@ -34,7 +34,7 @@ outliers; theirs were measured on calibration text.
 
 @dataclass(frozen=True, slots=True)
 class SideFormat:
-    """Of one side's codes."""
+    """Bits and axis of one side's codes."""
 
     bits: Literal[8, 4, 2]
     axis: Literal["rank", "token"]
