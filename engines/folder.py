@@ -61,8 +61,7 @@ def _check_ours(target: Path, written: Written) -> None:
     ours = written(target)
     fact = f"{target} is nothing that --overwrite replaces"
     if ours is None:
-        reason = "it is not a finished build"
-        raise KvlatheError(fact, reason, "name another folder")
+        raise KvlatheError(fact, "it is not a finished build", "name another folder")
     if others := foreign(target, ours):
         shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
         raise KvlatheError(
@@ -110,8 +109,7 @@ def _takes_files(folder: Path) -> bool:
 def nearest_parent(target: Path) -> Path:
     """The closest of the folders above ``target`` that exists (a file, where one stands
     in the way)."""
-    parents = target.absolute().parents
-    return next(parent for parent in parents if parent.exists())
+    return next(parent for parent in target.absolute().parents if parent.exists())
 
 
 @contextmanager

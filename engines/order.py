@@ -100,8 +100,7 @@ class Order:
     @cached_property
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that an engine's bytes depend on."""
-        exporters = {name: _version(name) for name in LIBRARIES}
-        return {**exporters, **self.built.versions}
+        return {name: _version(name) for name in LIBRARIES} | dict(self.built.versions)
 
 
 def accept(config: BuildConfig) -> Order:

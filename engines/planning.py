@@ -61,10 +61,9 @@ def open_checkpoint(
         from kvlathe.export.model.checkpoint import Checkpoint
         from kvlathe.export.model.device import choose_device
     except ImportError as error:
-        missing = f"{error.name} is not installed"
         raise KvlatheError(
             "checkpoints cannot be read here",
-            missing,
+            f"{error.name} is not installed",
             f"run {pip_install('export')}",
         ) from error
     if workers:
@@ -169,8 +168,7 @@ def _searched(
         kinds = [by_loss]
         beside = for_comparison(shape, has_rope, stats, settings)
     else:
-        asked = order.compression
-        kinds = variants(asked, shape, has_rope, stats, options, settings)
+        kinds = variants(order.compression, shape, has_rope, stats, options, settings)
         beside = ()
     known_by = (
         checkpoint.digest,

@@ -131,10 +131,8 @@ class Grid:
     def bytes(self) -> Places:
         """Bytes of one side of a lane in each life, [options, lives]."""
         sealed = np.outer(self.sizes, self.pages)
-        ranks = [rank for rank, _ in self.options]
-        numbers = np.array(ranks) * self.page_tokens
-        hot = numbers * self.hot_bits // 8
-        return sealed + hot[:, None]
+        numbers = np.array([rank for rank, _ in self.options]) * self.page_tokens
+        return sealed + (numbers * self.hot_bits // 8)[:, None]
 
     @cached_property
     def _values(self) -> Array:
@@ -146,8 +144,7 @@ class Grid:
         which stored values and their readers have equal variances."""
         bases = self._rotation
         at = (layer, head)
-        seed = (self.seed, layer, head, int(side == "v"))
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng((self.seed, layer, head, int(side == "v")))
         dims = min(rank, self.stats.shape.head_dim)
         turn = hadamard(rank, rng)[:dims]
         if side == "k":
@@ -157,9 +154,8 @@ class Grid:
         into = bases.a_v[at][:, :rank]
         back = bases.o_v[at][:rank].T
         readers = self.stats.wo_gram[at]
-        stored = into.T @ self._values[at] @ into
-        read = back.T @ readers @ back
-        axes = balanced_basis(stored, read)
+        stored = into.T @ self._values[at] @ into  # [rank, rank]
+        axes = balanced_basis(stored, back.T @ readers @ back)
         into = into @ axes.into @ turn
         back = back @ axes.back @ turn
         return Cut(into, back, bases.centre_v[at])

@@ -84,8 +84,7 @@ def bases(
 # -- ranks -----------------------------------------------------------------------------
 def _rows(k: Array, v: Array) -> Array:
     """[L, H, d] of K and of V -> [2 * lanes, d]: every K lane, then every V lane."""
-    both = np.concatenate([k, v])
-    return both.reshape(-1, k.shape[-1])
+    return np.concatenate([k, v]).reshape(-1, k.shape[-1])
 
 
 def _budget(stats: Stats, options: RankOptions, papers: Rotation) -> int:
@@ -124,8 +123,7 @@ def _ranks(options: RankOptions, whole: Rotation, budget: int) -> npt.NDArray[np
         return allocate.uniform(len(spectrum), spectrum.shape[-1], budget)
     if options.spending == "global":
         return allocate.by_loss(_rows(whole.loss_k, whole.loss_v), budget)
-    rate = allocate.rate_within(spectrum, budget)
-    return allocate.by_rate(spectrum, rate)
+    return allocate.by_rate(spectrum, allocate.rate_within(spectrum, budget))
 
 
 def best_ratio(shape: ModelShape) -> float:

@@ -160,8 +160,7 @@ def choose(
     eranks = effective_ranks.lane_eranks(entropies, options.k)
     mean_eranks = eranks.mean(0)
     votes = effective_ranks.votes(eranks)
-    likeness = entropies.likeness.mean(0)
-    removed = _removed(options, shape, votes, mean_eranks, likeness)
+    removed = _removed(options, shape, votes, mean_eranks, entropies.likeness.mean(0))
     recent, correlation = effective_ranks.likest_recent(entropies, options.k)
     if options.recent != "auto":
         recent = options.recent
@@ -318,8 +317,8 @@ def _stages(
 
 
 def _largest_drops(hidden: effective_ranks.Array, count: int) -> list[int]:
-    falls = hidden[:-1] - hidden[1:]
-    largest = np.argsort(-falls, kind="stable")[:count]
+    rises = hidden[1:] - hidden[:-1]
+    largest = np.argsort(rises, kind="stable")[:count]
     return sorted((largest + 1).tolist())
 
 

@@ -282,9 +282,8 @@ def build_command(
     from kvlathe.engines.phases import recorded
 
     folder = checkpoint_folder(model, revision)
-    command = command_line()
     config = builds.BuildConfig(
-        folder, **options, use_cache=not no_cache, command=command
+        folder, **options, use_cache=not no_cache, command=command_line()
     )
     started = time.monotonic()
     if config.backend == CHECKPOINT and dry_run:
