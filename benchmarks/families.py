@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvlathe.base.console import print_table, progress
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda
 from kvlathe.export.families import FAMILIES as KNOWN
 from kvlathe.export.model.spec import read_spec
@@ -65,7 +65,7 @@ def logits_of(
     """Of an engine over its pages."""
     bits = 32 if compression == "none" else 16
     rate = None if compression == "none" else RATE
-    request = BuildRequest(
+    request = BuildConfig(
         folder, engine, compression, rate, kv_bits=bits, use_cache=False
     )
     with LLM.load(build(request)) as llm:

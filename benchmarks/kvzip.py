@@ -31,7 +31,7 @@ from benchmarks.support.commands import DATA
 from benchmarks.support.options import several_models
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.export.methods.compression import parse
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
@@ -143,9 +143,7 @@ class Bench:
         if not folder.exists():
             source = parse(request).calibration
             own = None if source == "random" else source
-            build(
-                BuildRequest(self.model, folder, compression=request, calibration=own)
-            )
+            build(BuildConfig(self.model, folder, compression=request, calibration=own))
         share = not request.startswith(BUDGETED)
         return LLM.load(folder, share_prefixes=share, verify=False)
 

@@ -31,7 +31,7 @@ from benchmarks.support.palu import low_rank_checkpoint
 from benchmarks.support.remembering import Remembering
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.export.methods.compression import parse
 from kvlathe.plan.memory import bytes_left
@@ -137,7 +137,7 @@ class Bench:
         self.built += 1
         request, _, ratio = request.partition("@")
         kind = parse(request).calibration
-        request_of = BuildRequest(
+        request_of = BuildConfig(
             model,
             self.folder / f"engine{self.built}",
             request,

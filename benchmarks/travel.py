@@ -24,7 +24,7 @@ import click
 from benchmarks.support.commands import DATA
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.runtime.cache.block_store import HostStore, StoreSizes
 from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.pool import PagePool
@@ -216,7 +216,7 @@ def main(
     for request in only:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             made = Path(name)
-            engine = build(BuildRequest(model, made / "engine", request, workers=1))
+            engine = build(BuildConfig(model, made / "engine", request, workers=1))
             bench = Bench(engine, made / "disk", rounds, threads)
             rows = [bench.row(length) for length in LENGTHS]
             title = f"{model.name}, {request}, ms until the first token"

@@ -36,7 +36,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import fold
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
@@ -213,7 +213,7 @@ class Bench:
     def made(self, request: str, bits: Any = 16) -> Made:  # noqa: ANN401  16 or 32
         shape, rope = self.checkpoint.spec.shape, self.checkpoint.spec.rope is not None
         return compose(
-            parse(request), shape, rope, self.stats, Options(), CacheSettings(bits)
+            parse(request), shape, rope, self.stats, RankOptions(), CacheSettings(bits)
         )
 
     def engine(self, made: Made, quantized: dict[int, int] | None = None) -> LLM:

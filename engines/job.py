@@ -19,10 +19,10 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tokenizer_files import eos_ids, has_backend, read_backend
 from kvlathe.engines.backends import BACKENDS, check_windows
+from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.order import Order
 from kvlathe.engines.planning import open_checkpoint
-from kvlathe.engines.request import DTYPE_BYTES, BuildRequest
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
@@ -52,8 +52,8 @@ class Job:
 
     @cached_property
     def formats(self) -> WeightFormats:
-        """Of the weights: in groups as the checkpoint has its codes, if it has any."""
-        formats = self.order.request.weight_formats
+        """Formats of the weights: in groups as the checkpoint has its codes, if it has any."""
+        formats = self.order.config.weight_formats
         packing, maps = self.checkpoint.packing, formats.maps
         if packing is None or maps is None or maps.name != f"int{packing.bits}":
             return formats
@@ -65,12 +65,12 @@ class Job:
     def weight_bytes(self) -> int:
         """Bytes of the weights as exported, before compression; 0 where they stay in the
         checkpoint."""
-        if BACKENDS[self.order.request.backend].hosted:
+        if BACKENDS[self.order.config.backend].hosted:
             return 0
         from kvlathe.export.model.tensors import stored_shapes
 
         spec, formats = self.checkpoint.spec, self.formats
-        number = DTYPE_BYTES[self.order.request.compute_dtype]
+        number = DTYPE_BYTES[self.order.config.compute_dtype]
         names = spec.family.names
         tables = {f"{names[role]}.weight" for role in ("embed", "head")}
         positions = f"{names.get('positions')}.weight"
@@ -88,21 +88,21 @@ class Job:
 def prepare(order: Order) -> Job:
     """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing
     has been written."""
-    request = order.request
+    config = order.config
     checkpoint = open_checkpoint(
-        request.model,
-        request.max_seq_len,
-        request.workers,
-        request.device,
-        request.lora,
+        config.model,
+        config.max_seq_len,
+        config.workers,
+        config.device,
+        config.lora,
     )
     _check_rope_fold(order, checkpoint.spec)
     _check_key_scales(order, checkpoint.spec)
     _check_layer_windows(order, checkpoint.spec)
-    request = _with_weights(request, checkpoint)
-    order = dataclasses.replace(order, request=request)
-    _check_weights(request, checkpoint)
-    job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
+    config = _with_weights(config, checkpoint)
+    order = dataclasses.replace(order, config=config)
+    _check_weights(config, checkpoint)
+    job = Job(order, checkpoint, config.limits(checkpoint.spec.max_seq_len))
     _check_tokenizer(job)
     _check_disk(job)
     return job
@@ -155,53 +155,53 @@ def _check_layer_windows(order: Order, spec: DecoderSpec) -> None:
 
     if not any(spec.windows):
         return
-    check_windows(order.request.backend, windowed=True)
+    check_windows(order.config.backend, windowed=True)
     check_layer_windows(order.compression, order.outline)
 
 
-def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest:
+def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:
     """A checkpoint of codes gives an engine of codes, unless something else was asked
     for. Raises KvlatheError where the backend cannot."""
     packing = checkpoint.packing
-    if packing is None or request.weights is not None:
-        return request
+    if packing is None or config.weights is not None:
+        return config
     own = f"int{packing.bits}"
-    if own not in BACKENDS[request.backend].weights:
+    if own not in BACKENDS[config.backend].weights:
         raise KvlatheError(
-            f"{request.backend} has no product of {own} weights",
+            f"{config.backend} has no product of {own} weights",
             "the checkpoint is quantized so",
-            f"give --weights {request.compute_dtype}, or choose another backend",
+            f"give --weights {config.compute_dtype}, or choose another backend",
         )
-    return dataclasses.replace(request, weights=own)
+    return dataclasses.replace(config, weights=own)
 
 
-def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
+def _check_weights(config: BuildConfig, checkpoint: Checkpoint) -> None:
     """Experts are products of three dimensions, shards cut weights between codes, 4 bits
     are not rounded to 4 bits again, and the cuda backend has its own groups."""
     spec = checkpoint.spec
-    if request.weight_formats.maps is None:
+    if config.weight_formats.maps is None:
         return
-    fact = f"--weights {request.weights} cannot be used"
+    fact = f"--weights {config.weights} cannot be used"
     if spec.family.experts is not None:
         reason = "this model has experts, whose weights no backend takes as codes"
         raise KvlatheError(fact, reason, "leave out --weights")
-    if request.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1:
         reason = "codes are not cut for several GPUs"
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")
     packing = checkpoint.packing
-    group = packing.group if packing and request.backend == "cuda" else 0
-    if request.weights == "int4" and group and group not in CUDA_GROUPS:
+    group = packing.group if packing and config.backend == "cuda" else 0
+    if config.weights == "int4" and group and group not in CUDA_GROUPS:
         reason = f"its kernels take no groups of {group}, which the checkpoint has"
         raise KvlatheError(fact, reason, "give --weights fp8 or float16")
-    if request.weights == "int4" and checkpoint.disordered:
+    if config.weights == "int4" and checkpoint.disordered:
         reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
-        wider = "int8" if request.backend == "onnxruntime" else "fp8"
-        remedy = f"give --weights {wider} or {request.compute_dtype}"
+        wider = "int8" if config.backend == "onnxruntime" else "fp8"
+        remedy = f"give --weights {wider} or {config.compute_dtype}"
         raise KvlatheError(fact, reason, remedy)
 
 
 def _check_disk(job: Job) -> None:
-    check_room(job.order.request.output_dir, job.weight_bytes)
+    check_room(job.order.config.output_dir, job.weight_bytes)
 
 
 def check_room(target: Path, weight_bytes: int) -> None:
@@ -212,5 +212,5 @@ def check_room(target: Path, weight_bytes: int) -> None:
         raise KvlatheError(
             f"{home} has no room for {target.name}",
             f"its weights take about {weight_bytes:,} bytes, with {free:,} free",
-            "make room or name another --output_dir",
+            "make room or name another --output-dir",
         )

@@ -1,4 +1,4 @@
-"""From a request to an order: everything is refused here that can be refused without
+"""From a build's config to an order: everything is refused here that can be refused without
 the model, the compression is parsed, and the cache key says what decides the engine's
 bytes.
 
@@ -30,12 +30,12 @@ from kvlathe.engines.backends import (
     check_token_ranking,
     check_windows,
 )
-from kvlathe.engines.request import HOW_MUCH, BuildRequest, check, shipped
+from kvlathe.engines.config import HOW_MUCH, BuildConfig, check, shipped
 
 if TYPE_CHECKING:
     from kvlathe.export.methods.compression import Compression
     from kvlathe.export.methods.method import Decision
-    from kvlathe.export.methods.options import Options
+    from kvlathe.export.methods.options import RankOptions
 
 DEFAULT_ACCURACY = 0.99
 RANDOM = "random"
@@ -50,7 +50,7 @@ NOT_IN_KEY = (
     "use_cache",
     "command",
 )
-"""Fields of a request that do not change what is asked for (the model and
+"""Fields of a config that do not change what is asked for (the model and
 its adapters enter by their digests). The device does: it draws other random numbers, so that measured plans
 differ."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
@@ -66,87 +66,84 @@ OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
 
 @dataclass(frozen=True)
 class Order:
-    """A request that no option forbids, its defaults written out, its compression
+    """A config that no option forbids, its defaults written out, its compression
     parsed, and its backend. Everything after it takes the parsed value. Needs no torch.
 
     ``outline``: what the compression decides without statistics."""
 
-    request: BuildRequest
+    config: BuildConfig
     compression: Compression
     outline: Decision
     backend: Backend
     built: Built
 
     @property
-    def options(self) -> Options:
-        """How much is removed and how, by the flags."""
-        return options_of(self.request)
+    def options(self) -> RankOptions:
+        """The target and the way there, by the flags."""
+        return options_of(self.config)
 
     @cached_property
     def key(self) -> str:
         """The cache key: everything that decides the engine's bytes."""
         facts: dict[str, object] = {}
-        for field in dataclasses.fields(self.request):
+        for field in dataclasses.fields(self.config):
             if field.name not in NOT_IN_KEY:
-                facts[field.name] = _content(getattr(self.request, field.name))
-        facts["device"] = devices.requested(self.request.device)
-        facts["sizes"] = (self.request.batch, self.request.chunk)
-        facts["model"] = _digests(self.request.model)
-        facts["lora"] = [_adapter_facts(text) for text in self.request.lora]
+                facts[field.name] = _content(getattr(self.config, field.name))
+        facts["device"] = devices.requested(self.config.device)
+        facts["sizes"] = (self.config.batch, self.config.chunk)
+        facts["model"] = _digests(self.config.model)
+        facts["lora"] = [_adapter_facts(text) for text in self.config.lora]
         facts["versions"] = self.versions
         facts["architectures"] = self.built.architectures
         return cache.key_of(facts)
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of each library that an engine's bytes depend on."""
-        exporters = {name: _version(name) for name in LIBRARIES}
-        return {**exporters, **self.built.versions}
+        """Versions of the libraries that an engine's bytes depend on."""
+        return {name: _version(name) for name in LIBRARIES} | dict(self.built.versions)
 
 
-def accept(request: BuildRequest) -> Order:
+def accept(config: BuildConfig) -> Order:
     """Refuse, with KvlatheError, everything that can be refused without the model; write
     out defaults: what to calibrate on, and what accuracy is measured on."""
     from kvlathe.export.methods.composition import verify
     from kvlathe.export.methods.compression import parse
 
-    check(request)
-    compression = parse(request.compression)
-    _check_given(request, compression)
-    outline = verify(compression, options_of(request), request.tokens_per_block)
-    _check_tokens(request, outline)
-    _warn_unheard(request, compression)
-    module = backend(request.backend)
-    request = _resolved(request, compression)
-    return Order(
-        request, compression, outline, module, module.identify(request.backend)
+    check(config)
+    compression = parse(config.compression)
+    _check_given(config, compression)
+    outline = verify(compression, options_of(config), config.tokens_per_block)
+    _check_tokens(config, outline)
+    _warn_unheard(config, compression)
+    module = backend(config.backend)
+    config = _resolved(config, compression)
+    return Order(config, compression, outline, module, module.identify(config.backend))
+
+
+def options_of(config: BuildConfig) -> RankOptions:
+    """The target and the way there, by the flags."""
+    from kvlathe.export.methods.options import RankOptions
+
+    return RankOptions(
+        removal_rate=config.removal_rate,
+        compression_ratio=config.compression_ratio,
+        basis=config.basis,
+        allocation=config.allocation,
+        rope_fold=config.rope_fold,
+        centre=config.centre,
     )
 
 
-def options_of(request: BuildRequest) -> Options:
-    """How much is removed and how, by the flags."""
-    from kvlathe.export.methods.options import Options
-
-    return Options(
-        removal_rate=request.removal_rate,
-        compression_ratio=request.compression_ratio,
-        basis=request.basis,
-        allocation=request.allocation,
-        rope_fold=request.rope_fold,
-        centre=request.centre,
-    )
-
-
-def _check_given(request: BuildRequest, compression: Compression) -> None:
+def _check_given(config: BuildConfig, compression: Compression) -> None:
     """Raise KvlatheError for a size that nothing can be asked for."""
     for name in HOW_MUCH:
-        if getattr(request, name) is not None and compression.removes_nothing:
+        if getattr(config, name) is not None and compression.removes_nothing:
             raise KvlatheError(
                 f"{flag_of(name)} with --compression {compression} cannot be used",
                 "it removes nothing",
                 "name a compression",
             )
-    if compression.measured and request.removal_rate is not None:
+    if compression.measured and config.removal_rate is not None:
         raise KvlatheError(
             f"--removal-rate cannot be used with {compression}",
             "it weighs every head's losses itself",
@@ -154,21 +151,21 @@ def _check_given(request: BuildRequest, compression: Compression) -> None:
         )
 
 
-def _check_tokens(request: BuildRequest, outline: Decision) -> None:
+def _check_tokens(config: BuildConfig, outline: Decision) -> None:
     """Raise KvlatheError where tokens are chosen in a way that the backend, or a search,
     knows nothing of."""
     ranks_tokens = outline.observation is not None
-    check_token_ranking(request.backend, ranks_tokens or outline.compacts)
-    check_windows(request.backend, outline.windowed)
-    if request.accuracy is not None and ranks_tokens:
+    check_token_ranking(config.backend, ranks_tokens or outline.compacts)
+    check_windows(config.backend, outline.windowed)
+    if config.accuracy is not None and ranks_tokens:
         raise KvlatheError(
-            f"--accuracy cannot be used with {request.compression}",
+            f"--accuracy cannot be used with {config.compression}",
             "it chooses tokens by the attention they get, which no plan foresees",
             "choose its options, and look at kvlathe eval",
         )
 
 
-def _warn_unheard(request: BuildRequest, compression: Compression) -> None:
+def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
     """Say which options nothing will look at: scripts pass the same flags to every
     build. A default is not given."""
     unheard = OF_COMPRESSION if compression.removes_nothing else ()
@@ -177,73 +174,73 @@ def _warn_unheard(request: BuildRequest, compression: Compression) -> None:
     hears_scores = compression.measured or compression.measures_heads
     given = [
         field.name
-        for field in dataclasses.fields(request)
-        if getattr(request, field.name) != field.default
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
     ]
     for name in given:
         if name in unheard:
             log.warning(
                 "%s has no effect with --compression %s", flag_of(name), compression
             )
-        if name in OF_ACCURACY and request.accuracy is None and not hears_scores:
+        if name in OF_ACCURACY and config.accuracy is None and not hears_scores:
             log.warning("%s has no effect without --accuracy", flag_of(name))
 
 
 # -- defaults --------------------------------------------------------------------------
-def _resolved(request: BuildRequest, compression: Compression) -> BuildRequest:
-    """The request with its defaults written out. Raises KvlatheError where a file of
+def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
+    """The config with its defaults written out. Raises KvlatheError where a file of
     this project is needed and is not there."""
     if compression.measures_heads:
-        request = _priced_on(request)
-    kind, source = compression.calibration, request.calibration
-    if kind is not None and source is None and request.stats is None:
+        config = _priced_on(config)
+    kind, source = compression.calibration, config.calibration
+    if kind is not None and source is None and config.stats is None:
         source = kind
         if kind != RANDOM:
             source = str(shipped("calibration_text.jsonl", "--calibration"))
-    request = dataclasses.replace(request, calibration=source)
-    return _measured_on(request) if compression.measured else _scored_on(request)
+    config = dataclasses.replace(config, calibration=source)
+    return _measured_on(config) if compression.measured else _scored_on(config)
 
 
-def _scored_on(request: BuildRequest) -> BuildRequest:
-    """What an accuracy is taken on."""
-    if request.accuracy is None:
-        return request
-    if request.metric == "retrieval":
+def _scored_on(config: BuildConfig) -> BuildConfig:
+    """Fill in the file that an accuracy is taken on."""
+    if config.accuracy is None:
+        return config
+    if config.metric == "retrieval":
         return dataclasses.replace(
-            request,
-            retrieval=request.retrieval
+            config,
+            retrieval=config.retrieval
             or shipped("line_retrieval.jsonl", "--retrieval"),
         )
     return dataclasses.replace(
-        request, text=request.text or shipped("calibration_text.jsonl", "--text")
+        config, text=config.text or shipped("calibration_text.jsonl", "--text")
     )
 
 
-def _measured_on(request: BuildRequest) -> BuildRequest:
-    """How much to remove, where that was not said, and what sensitivity is taken on:
+def _measured_on(config: BuildConfig) -> BuildConfig:
+    """Fill in how much to remove, and what sensitivity is taken on:
     text in any case (random tokens where that is what was calibrated on), and questions
     where retrieval is what counts.
     """
-    if request.compression_ratio is None and request.accuracy is None:
-        request = dataclasses.replace(request, accuracy=DEFAULT_ACCURACY)
+    if config.compression_ratio is None and config.accuracy is None:
+        config = dataclasses.replace(config, accuracy=DEFAULT_ACCURACY)
         log.info(
             "no size was asked for: %s of the uncompressed %s",
             DEFAULT_ACCURACY,
-            request.metric,
+            config.metric,
         )
-    if request.accuracy is not None:
-        request = _scored_on(request)
-    return _priced_on(request)
+    if config.accuracy is not None:
+        config = _scored_on(config)
+    return _priced_on(config)
 
 
-def _priced_on(request: BuildRequest) -> BuildRequest:
+def _priced_on(config: BuildConfig) -> BuildConfig:
     """The text that prices are taken on: that of the calibration, unless that was said
     to be random tokens."""
-    if request.text is not None or request.calibration == RANDOM:
-        return request
-    own = request.calibration and Path(request.calibration)
+    if config.text is not None or config.calibration == RANDOM:
+        return config
+    own = config.calibration and Path(config.calibration)
     text = own or shipped("calibration_text.jsonl", "--text")
-    return dataclasses.replace(request, text=text)
+    return dataclasses.replace(config, text=text)
 
 
 # -- the key
@@ -266,7 +263,7 @@ def _digests(model: Path) -> dict[str, str]:
 
 
 def _adapter_facts(text: str) -> tuple[list[str], float]:
-    """What decides what an adapter adds."""
+    """Everything that decides what an adapter adds."""
     adapter = read_adapter(text)
     there = [path for path in adapter.files if path.is_file()]
     return sha256_files(there), adapter.weight

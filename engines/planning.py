@@ -53,7 +53,7 @@ def open_checkpoint(
     device: str | None = None,
     lora: Sequence[str] = (),
 ) -> Checkpoint:
-    """``device`` and ``lora`` as in BuildRequest. Raises KvlatheError for everything that makes it
+    """``device`` and ``lora`` as in BuildConfig. Raises KvlatheError for everything that makes it
     unusable, and where the libraries for it are missing."""
     try:
         import torch
@@ -61,10 +61,9 @@ def open_checkpoint(
         from kvlathe.export.model.checkpoint import Checkpoint
         from kvlathe.export.model.device import choose_device
     except ImportError as error:
-        missing = f"{error.name} is not installed"
         raise KvlatheError(
             "checkpoints cannot be read here",
-            missing,
+            f"{error.name} is not installed",
             f"run {pip_install('export')}",
         ) from error
     if workers:
@@ -85,8 +84,8 @@ def plan_for(order: Order, checkpoint: Checkpoint) -> Planned:
 
 def _planned(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> Planned:
     """From statistics on."""
-    settings = cache_settings(order.request, checkpoint.spec)
-    curves = cache.curves_folder() if order.request.use_cache else None
+    settings = cache_settings(order.config, checkpoint.spec)
+    curves = cache.curves_folder() if order.config.use_cache else None
     if not order.compression.measures_heads:
         plan, basis = _made(order, checkpoint, stats, settings, curves)
     else:
@@ -110,14 +109,14 @@ def _made(
     """The plan of an order that names its heads, if it chooses any."""
     from kvlathe.export.methods.composition import compose
 
-    request, spec = order.request, checkpoint.spec
+    config, spec = order.config, checkpoint.spec
     by_loss = None
     if order.compression.measured:
         by_loss = variant_of(order, checkpoint, stats, settings, curves)
-    if request.accuracy is not None:
+    if config.accuracy is not None:
         return _searched(order, checkpoint, stats, curves, by_loss)
     if by_loss is not None:
-        return by_loss.at(request.compression_ratio or 0.0)
+        return by_loss.at(config.compression_ratio or 0.0)
     has_rope = spec.rope is not None
     compression, options = order.compression, order.options
     return compose(compression, spec.shape, has_rope, stats, options, settings)
@@ -160,27 +159,26 @@ def _searched(
     from kvlathe.export.search.exams import read_exam
     from kvlathe.export.search.search import search
 
-    request, options = order.request, order.options
-    assert request.accuracy is not None
-    settings = cache_settings(request, checkpoint.spec)
+    config, options = order.config, order.options
+    assert config.accuracy is not None
+    settings = cache_settings(config, checkpoint.spec)
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
-    exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
+    exam = read_exam(checkpoint, config.metric, config.text, config.retrieval)
     if by_loss is not None:
         kinds = [by_loss]
         beside = for_comparison(shape, has_rope, stats, settings)
     else:
-        asked = order.compression
-        kinds = variants(asked, shape, has_rope, stats, options, settings)
+        kinds = variants(order.compression, shape, has_rope, stats, options, settings)
         beside = ()
     known_by = (
         checkpoint.digest,
         stats and stats.digest,
         options,
         settings,
-        request.text,
-        request.retrieval,
+        config.text,
+        config.retrieval,
     )
-    return search(checkpoint, kinds, request.accuracy, exam, known_by, curves, beside)
+    return search(checkpoint, kinds, config.accuracy, exam, known_by, curves, beside)
 
 
 def statistics(order: Order, checkpoint: Checkpoint) -> Stats | None:
@@ -188,21 +186,21 @@ def statistics(order: Order, checkpoint: Checkpoint) -> Stats | None:
     neither."""
     from kvlathe.export.calibration.stats import Stats
 
-    request = order.request
+    config = order.config
     if order.compression.calibration is None:
         return None
-    if request.stats is not None:
-        stats = Stats.load(request.stats)
+    if config.stats is not None:
+        stats = Stats.load(config.stats)
         stats.require_model(checkpoint.spec.shape, checkpoint.digest)
         _require_rope(stats, checkpoint)
         return stats
-    assert request.calibration is not None
+    assert config.calibration is not None
     return calibrated(
         checkpoint,
-        request.calibration,
-        request.calibration_tokens,
-        request.seed,
-        request.use_cache,
+        config.calibration,
+        config.calibration_tokens,
+        config.seed,
+        config.use_cache,
         order.compression.reads_entropies,
     )
 
@@ -272,7 +270,7 @@ def calibrate_to(
     device: str | None = None,
     lora: Sequence[str] = (),
 ) -> Stats:
-    """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes.
+    """``kvlathe calibrate``: write the Stats file that ``BuildConfig.stats`` takes.
     Raises KvlatheError."""
     check_file_target(output)
     checkpoint = open_checkpoint(model, max_seq_len, device=device, lora=lora)

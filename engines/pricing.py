@@ -1,5 +1,4 @@
-"""What an order asks of the methods, and what measuring the model opens: prices of forms
-and of windows.
+"""Prices of forms and of windows, by measuring the model: plans that they open.
 
 With order.py, job.py, planning.py and build.py the only module of engines/ that calls export's
 verbs.
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.engines.backends import BACKENDS
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import Order
-from kvlathe.engines.request import BuildRequest
 
 if TYPE_CHECKING:
     from kvlathe.export.calibration.stats import Stats
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from kvlathe.export.search.measured import Sources
 
 
-def cache_settings(request: BuildRequest, spec: DecoderSpec) -> CacheSettings:
+def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
     from kvlathe.export.methods.composition import CacheSettings
 
     return CacheSettings(
-        request.hot_bits,
-        request.tokens_per_block,
-        request.chunk,
-        request.seed,
-        BACKENDS[request.backend].paired,
-        BACKENDS[request.backend].windows,
+        config.hot_bits,
+        config.tokens_per_block,
+        config.chunk,
+        config.seed,
+        BACKENDS[config.backend].paired,
+        BACKENDS[config.backend].windows,
         spec.windows,
     )
 
@@ -48,7 +47,7 @@ def named_heads(
     from kvlathe.export.search.heads import named
 
     (window,) = order.outline.tokens
-    sources = sources_of(order.request, checkpoint)
+    sources = sources_of(order.config, checkpoint)
     return named(order.compression, checkpoint, window, settings, sources, remembered)
 
 
@@ -63,29 +62,29 @@ def variant_of(
     from kvlathe.export.search.measured import price, variant
 
     assert stats is not None
-    sources = sources_of(order.request, checkpoint)
+    sources = sources_of(order.config, checkpoint)
     prices = price(checkpoint, stats, form, sources, remembered)
     return variant(order.compression, prices, form)
 
 
-def sources_of(request: BuildRequest, checkpoint: Checkpoint) -> Sources:
-    """What prices are taken on."""
+def sources_of(config: BuildConfig, checkpoint: Checkpoint) -> Sources:
+    """Texts and questions that prices are taken on."""
     from kvlathe.export.calibration.calibrate import random_sequences
     from kvlathe.export.search.exams import WINDOW_TOKENS, Exam, read_exam
     from kvlathe.export.search.measured import WINDOWS, Sources
 
-    if request.text is not None:
-        exams = [read_exam(checkpoint, "perplexity", request.text, None)]
+    if config.text is not None:
+        exams = [read_exam(checkpoint, "perplexity", config.text, None)]
     else:
         length = min(WINDOW_TOKENS, checkpoint.spec.max_seq_len)
         drawn = random_sequences(
-            checkpoint.spec.vocab_size, WINDOWS * length, request.seed, length
+            checkpoint.spec.vocab_size, WINDOWS * length, config.seed, length
         )
         exams = [
             Exam("perplexity", windows=tuple(tuple(ids.tolist()) for ids in drawn))
         ]
-    if request.metric == "retrieval" and request.retrieval is not None:
-        exams.append(read_exam(checkpoint, "retrieval", None, request.retrieval))
+    if config.metric == "retrieval" and config.retrieval is not None:
+        exams.append(read_exam(checkpoint, "retrieval", None, config.retrieval))
     longest = checkpoint.spec.max_seq_len
-    tokens = min(request.target_len or longest, longest)
-    return Sources(exams, tokens, request.protect == "retrieval")
+    tokens = min(config.target_len or longest, longest)
+    return Sources(exams, tokens, config.protect == "retrieval")

@@ -12,8 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvlathe import LLM, SamplingParams, build
-from kvlathe.engines.request import BuildRequest
+from kvlathe import LLM, BuildConfig, SamplingParams, build
 from kvlathe.export.methods.method import Decision, Method
 from kvlathe.export.methods.options import NoOptions
 from kvlathe.export.methods.registry import methods
@@ -31,7 +30,7 @@ METHOD = Method("full pages are kept in 8 bits", NoOptions(), plan=plan)
 
 def main(model: str, folder: str) -> None:
     methods()["eight"] = METHOD
-    request = BuildRequest(
+    request = BuildConfig(
         model=Path(model),
         output_dir=Path(folder),
         compression="eight",

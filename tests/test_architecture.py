@@ -106,6 +106,7 @@ DEEPER: dict[tuple[str, ...], dict[str, set[str]]] = {
 
 CONDUCTORS = {
     "engines/order.py",
+    "engines/job.py",
     "engines/planning.py",
     "engines/pricing.py",
     "engines/build.py",
@@ -413,3 +414,26 @@ def test_checkpoints_are_read_without_running_their_code() -> None:
                 assert (
                     isinstance(node.value, ast.Constant) and node.value.value is False
                 ), name_of(path)
+
+
+MISSPELLED_FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*_[a-z_]+")
+"""A flag with the underscores of a field."""
+
+
+def test_flags_are_named_as_one_types_them() -> None:
+    """In refusals and help alike: ``--tokens-per-block``."""
+    places = [
+        f"{name_of(path)} {line}: {text}"
+        for path in sources()
+        for line, text in words(path)
+        if MISSPELLED_FLAG.search(text)
+    ]
+    kernels = (ROOT / "plugins_cpp" / "src").rglob("*.[ch]*")
+    places += [
+        name_of(path)
+        for path in kernels
+        if MISSPELLED_FLAG.search(path.read_text("utf-8"))
+    ]
+    assert not places
+    assert MISSPELLED_FLAG.search("give --kv_bits 16")
+    assert not MISSPELLED_FLAG.search("give --kv-bits 16; a--b_c; --config /x_y")

@@ -113,8 +113,8 @@ LAWS: dict[Callable[[Path], list[str]], int] = {
     long_modules: 0,
     long_functions: 0,
     nested_comprehensions: 0,
-    anys: 107,
-    ignores: 53,
+    anys: 102,
+    ignores: 46,
 }
 """Law -> the number of places that break it today."""
 

@@ -24,14 +24,14 @@ from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
 from kvlathe.export.methods.groups import layer_lives
 from kvlathe.export.methods.lowrank import full_lanes
 from kvlathe.export.methods.method import Method
-from kvlathe.export.methods.options import NoOptions, Options
+from kvlathe.export.methods.options import NoOptions, RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.lives import Life
 
 
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """The balanced basis."""
     return balanced_rotation(stats)
 

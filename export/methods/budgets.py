@@ -1,5 +1,5 @@
-"""What the methods share that keep a budget of tokens by attention: their options, and
-the method that follows from what tokens are ranked by.
+"""Methods that keep a budget of tokens by attention: their options, and the method that
+follows from what tokens are ranked by.
 
 >>> from kvlathe.export.methods.compression import parse
 >>> (asked,) = parse("h2o:budget=256").methods
@@ -29,7 +29,7 @@ SLICED = "Tokens of a prompt that are ranked together; 0 for a whole prompt."
 
 @dataclass(frozen=True)
 class BudgetOptions(MethodOptions):
-    """How many tokens a lane keeps."""
+    """The tokens that a lane keeps."""
 
     budget: int = option(
         512,

@@ -27,7 +27,7 @@ from kvlathe.export.methods.groups import (
 from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
 from kvlathe.export.methods.method import Decision, Rotate
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.observation import ObservationWindow
@@ -38,7 +38,7 @@ Made = tuple[CompressionPlan, Basis]
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What no method decides: bits of a cached number (16 or 32), tokens a page, the
+    """Settings that no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
     K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
     ``layer_windows``: tokens that each layer's queries see in the model itself, their
@@ -70,7 +70,9 @@ def check_layer_windows(compression: Compression, outline: Decision) -> None:
         )
 
 
-def verify(compression: Compression, options: Options, page_tokens: int) -> Decision:
+def verify(
+    compression: Compression, options: RankOptions, page_tokens: int
+) -> Decision:
     """Raise KvlatheError for all that can be refused without a model: methods that
     exclude each other, a target that none of them can be asked for. Returns what is
     known of formats and tokens by then.
@@ -91,7 +93,7 @@ def verify(compression: Compression, options: Options, page_tokens: int) -> Deci
 
 
 def _check_target(
-    compression: Compression, options: Options, outline: Decision
+    compression: Compression, options: RankOptions, outline: Decision
 ) -> None:
     """Raise KvlatheError for a share of the bytes that nothing can be asked for."""
     has_rate = options.removal_rate is not None
@@ -115,7 +117,7 @@ def compose(
     shape: ModelShape,
     rope: bool,
     stats: Stats | None,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> Made:
     """The plan and the basis of ``compression`` for a model of ``shape``. ``stats`` may
@@ -148,7 +150,7 @@ def compose(
 def _decided(
     one: RequestedMethod, stats: Stats | None, settings: CacheSettings
 ) -> Decision:
-    """What a method decides that leaves the ranks alone."""
+    """The decision of a method that leaves the ranks alone."""
     choose = one.method.choose
     if choose is None:
         return one.outline(settings.page_tokens)
@@ -201,7 +203,7 @@ def _with_ranks(
     rotate: Rotate,
     joined: Decision,
     stats: Stats,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> Made:
     """The composition where one method chooses ranks. A share of the bytes is asked of
@@ -261,7 +263,7 @@ def _composed(
 
 
 def whole_ranks_note(compression: Compression, plan: CompressionPlan) -> str:
-    """What to say where a method was asked to lower ranks and every head keeps all of
+    """A note where a method was asked to lower ranks and every head keeps all of
     its dimensions: fact, reason and remedy. Empty where some rank is lower."""
     if not compression.choosing_ranks:
         return ""

@@ -10,10 +10,10 @@ build carries.
 'random'
 >>> str(asked)
 'fdc+hack:bits=4'
->>> parse("hack:bit=4")
+>>> parse("hack:bits=5")
 Traceback (most recent call last):
     ...
-kvlathe.base.errors.KvlatheError: the option 'bit' of hack is unknown. ...
+kvlathe.base.errors.KvlatheError: bits=5 is unknown. Choose one of 2, 3, 4, 8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvlathe.export.methods import none
 from kvlathe.export.methods.method import Decision, Method, Source
 from kvlathe.export.methods.options import (
     MethodOptions,
-    Options,
+    RankOptions,
     options_of,
     read,
 )
@@ -67,13 +67,13 @@ class RequestedMethod:
 
     @property
     def source(self) -> Source | None:
-        """What it calibrates on."""
+        """The tokens that it calibrates on."""
         if self.method.source is not None:
             return self.method.source(self.options)
         return self.method.calibration
 
     def outline(self, page_tokens: int) -> Decision:
-        """What it decides without statistics. Raises KvlatheError."""
+        """Its decision without statistics. Raises KvlatheError."""
         return self.method.plan(self.options, page_tokens)
 
     def with_heads(self, losses: Sequence[float], heads: int) -> RequestedMethod:
@@ -87,7 +87,7 @@ class RequestedMethod:
         kept = {x: getattr(self.options, x) for x in self.written if x in shared}
         return plain.asked(**kept, **values)
 
-    def overruling(self, flags: Options) -> Options:
+    def overruling(self, flags: RankOptions) -> RankOptions:
         """``flags`` overruled by what is written behind a method that chooses ranks."""
         values = {name: getattr(self.options, name) for name in self.written}
         return flags.asked(**values) if values else flags
@@ -122,7 +122,7 @@ class Compression:
 
     @property
     def calibration(self) -> Source | None:
-        """What its methods calibrate on by default: text where one of them needs it,
+        """The tokens that its methods calibrate on by default: text where one of them needs it,
         None where none calibrates."""
         sources = {one.source for one in self.methods}
         if "text" in sources:
@@ -164,8 +164,8 @@ UNCOMPRESSED = Compression(
 
 
 def parse(text: str) -> Compression:
-    """What ``name``, ``name:option=value,option=value`` and compositions ``a+b`` ask
-    for. A build calls this once.
+    """Read ``name``, ``name:option=value,option=value`` or a composition ``a+b``. A
+    build calls this once.
 
     Raises KvlatheError where the text cannot be read, for unknown names, options and
     values, and where a method that chooses everything itself stands beside others.

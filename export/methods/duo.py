@@ -22,12 +22,12 @@ from kvlathe.export.methods.options import (
 from kvlathe.export.methods.window import RECENT, SINK, TOKENS, window
 
 ROUNDING = 1e-9
-"""Of a share of the heads."""
+"""Error of a share of the heads."""
 
 
 @dataclass(frozen=True)
 class DuoOptions(MethodOptions):
-    """How many heads see everything, and what the others see."""
+    """The share of the heads that see everything, and the window of the others."""
 
     share: float = option(
         0.25,
@@ -39,7 +39,7 @@ class DuoOptions(MethodOptions):
 
 
 def plan(options: DuoOptions, page_tokens: int) -> Decision:
-    """What is known before heads are named: the window."""
+    """The window; heads are named later."""
     return Decision(tokens=(window(options.sink, options.recent, page_tokens),))
 
 

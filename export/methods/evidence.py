@@ -16,7 +16,7 @@ from kvlathe.export.bases.rotation import (
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.compression import Compression
 from kvlathe.export.methods.lowrank import bases, kept
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import CompressionPlan
 
@@ -47,7 +47,7 @@ class Evidence:
 
 
 def evidence(
-    compression: Compression, stats: Stats, options: Options, plan: CompressionPlan
+    compression: Compression, stats: Stats, options: RankOptions, plan: CompressionPlan
 ) -> Evidence | None:
     """Why the plan's bases should be believed; None where no method made any."""
     for one in compression.methods:

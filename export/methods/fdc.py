@@ -2,7 +2,7 @@
 dimensions of least singular value.
 
 Differences from the paper: one rotation for each KV head (a GQA cache holds one K for
-its query heads), ranks in multiples of 16, and the options of Options.
+its query heads), ranks in multiples of 16, and the options of RankOptions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvlathe.export.bases.rotation import (
 )
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.method import Method
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 
 
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """SVD of the stacked queries and keys after RoPE; SVD of the head's W_V."""
     if options.basis == "balanced":
         return balanced_rotation(stats)
@@ -30,7 +30,7 @@ def rotate(stats: Stats, options: Options) -> Rotation:
 
 METHOD = Method(
     "rotate and drop dimensions; calibrated on random tokens",
-    Options(),
+    RankOptions(),
     rotate=rotate,
     calibration="random",
 )

@@ -26,12 +26,12 @@ from kvlathe.plan.formats import Coding, Tier
 Codes = Literal[2, 3, 4, 8]
 Numbers = Literal[2, 3, 4, 8, 16]
 CODINGS: dict[str, Coding] = {"even": "affine", "normal": "normal"}
-"""What the option ``levels`` says."""
+"""Codings by the option ``levels``."""
 
 
 @dataclass(frozen=True)
 class HackOptions(MethodOptions):
-    """How full pages are quantized."""
+    """The number format of full pages."""
 
     bits: Codes = option(2, Choice(2, 3, 4, 8), "Bits of a code.", sizes=True)
     bits_k: Numbers | None = option(

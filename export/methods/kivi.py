@@ -24,7 +24,7 @@ from kvlathe.plan.formats import Tier
 
 @dataclass(frozen=True)
 class KiviOptions(MethodOptions):
-    """How full pages are quantized."""
+    """The number format of full pages."""
 
     bits: Literal[2, 4, 8] = option(2, Choice(2, 4, 8), "Bits of a code.", sizes=True)
     group: int = option(32, Choice(32, 64, 128), "Numbers that share a scale.")

@@ -25,7 +25,7 @@ from kvlathe.plan.formats import WHOLE_RANK, Tier
 
 @dataclass(frozen=True)
 class KvquantOptions(MethodOptions):
-    """How full pages are quantized."""
+    """The number format of full pages."""
 
     bits: Literal[2, 4, 8] = option(4, Choice(2, 4, 8), "Bits of a code.", sizes=True)
 

@@ -22,7 +22,7 @@ from kvlathe.plan.lives import Compact
 
 @dataclass(frozen=True)
 class KvzipOptions(MethodOptions):
-    """What stays of a compacted prefix. The paper loses nothing at the default."""
+    """The part of a compacted prefix that stays. The paper loses nothing at the default."""
 
     keep: float = option(
         0.3,

@@ -1,4 +1,4 @@
-"""What a method is made of (Method), and what it answers (Decision)."""
+"""A method as a value (Method), and its answer (Decision)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import (
     MethodOptions,
     Option,
-    Options,
+    RankOptions,
     options_of,
 )
 from kvlathe.plan.formats import Tier
@@ -24,13 +24,13 @@ from kvlathe.plan.stages import Stage
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
 Hadamard = Literal["auto", "none", "k", "v", "kv"]
-"""Which side gets a Hadamard rotation before it is quantized (hadamard.py): ``auto``
+"""The side that gets a Hadamard rotation before it is quantized (hadamard.py): ``auto``
 where groups run along the rank and it costs nothing."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one method decided. A field that is empty is left to others.
+    """The decision of one method. A field that is empty is left to others.
 
     ``lanes`` with their ``basis``: the ranks. ``cold``: the number format that full
     pages are quantized to. ``split``: several of them instead, each with its share of
@@ -74,8 +74,8 @@ class Decision:
 
 
 Source = Literal["random", "text"]
-"""What a calibration runs on."""
-Rotate = Callable[[Stats, Options], Rotation]
+"""The tokens that a calibration runs on."""
+Rotate = Callable[[Stats, RankOptions], Rotation]
 """The bases of all lanes that a method which chooses ranks believes in."""
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 
@@ -90,7 +90,7 @@ class Method(Generic[OptionsT]):
     """A method as data: a file of this folder has one as METHOD.
 
     ``options``: what may be asked of it, with its defaults. ``rotate`` for a method that
-    chooses ranks (its options are ``Options``), else ``plan``: (options, tokens of a
+    chooses ranks (its options are ``RankOptions``), else ``plan``: (options, tokens of a
     page) -> what is decided without statistics. ``choose``, beside it: (statistics,
     options, tokens of a page, seed) -> what is decided by statistics. ``check`` raises
     KvlatheError for options that no model of a shape can have, before anything is

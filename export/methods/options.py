@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 # -- what values there are -------------------------------------------------------------
 class Kind:
-    """Which values an option may have, and how they are written."""
+    """The values that an option may have, and how they are written."""
 
     values: tuple[int | str, ...] = ()
     """All of them, where they are few."""
@@ -64,7 +64,7 @@ class Kind:
         return str(value)
 
     def written(self, default: object) -> str:
-        """What may be written, the default first."""
+        """The values as they may be written, the default first."""
         return "" if default is None else self.write(default)
 
 
@@ -200,7 +200,7 @@ def option(
 
 
 def _named(name: str, field: Field[object]) -> Option:
-    """What the field ``name`` declares."""
+    """The option that the field ``name`` declares."""
     declared: Option = field.metadata[DECLARED]
     return dataclasses.replace(declared, name=name)
 
@@ -279,8 +279,8 @@ def unknown(what: str, given: str, known: Iterable[str]) -> KvlatheError:
 
 # -- the options of methods that choose ranks ------------------------------------------
 @dataclass(frozen=True)
-class Options(MethodOptions):
-    """How much methods that choose ranks remove and how; ``kvlathe build`` has flags of
+class RankOptions(MethodOptions):
+    """The target of methods that choose ranks, and the way there; ``kvlathe build`` has flags of
     the same names. At most one of ``removal_rate`` and ``compression_ratio``; neither
     means DEFAULT_RATE.
 
@@ -336,7 +336,7 @@ class Options(MethodOptions):
         losses and spends by them."""
         return self.allocation or ("global" if self.basis == "balanced" else "rate")
 
-    def asked(self, **changes: object) -> Options:
+    def asked(self, **changes: object) -> RankOptions:
         """With ``changes``; a new target replaces the old one."""
         if {"removal_rate", "compression_ratio"} & changes.keys():
             changes = {"removal_rate": None, "compression_ratio": None, **changes}

@@ -25,9 +25,9 @@ from kvlathe.plan.formats import WHOLE_RANK, Tier
 
 @dataclass(frozen=True)
 class TurboquantOptions(MethodOptions):
-    """How full pages are quantized."""
+    """The number format of full pages."""
 
-    bits: Literal[2, 3, 4] = option(4, Choice(2, 3, 4), "Bits of a code.", sizes=True)
+    bits: Literal[2, 3, 4] = option(4, Choice(4, 3, 2), "Bits of a code.", sizes=True)
 
 
 def plan(options: TurboquantOptions, page_tokens: int) -> Decision:

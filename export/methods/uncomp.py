@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.calibration import entropy
+from kvlathe.export.calibration import effective_ranks
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.budgets import SLICED
 from kvlathe.export.methods.method import Decision, Method
@@ -41,7 +41,7 @@ from kvlathe.plan.stages import Stage
 
 @dataclass(frozen=True)
 class UncompOptions(MethodOptions):
-    """How many tokens heads and layers keep. ``k`` as in entropy.TRUNCATIONS."""
+    """The tokens that heads and layers keep. ``k`` as in effective_ranks.TRUNCATIONS."""
 
     budget: int = option(
         384, count("a count of tokens", 1), "Tokens that heads keep on average."
@@ -54,7 +54,7 @@ class UncompOptions(MethodOptions):
     groups: int = option(2, count("a count of groups", 1), "Groups of heads.")
     k: str = option(
         "32",
-        Choice(*entropy.TRUNCATIONS),
+        Choice(*effective_ranks.TRUNCATIONS),
         "Eigenvalues that an effective rank is taken of.",
     )
     order: Literal["entropy", "reversed", "random"] = option(
@@ -79,7 +79,7 @@ class UncompOptions(MethodOptions):
     )
     least: int = option(
         1536,
-        count("a count of tokens", entropy.LAST + 1),
+        count("a count of tokens", effective_ranks.LAST + 1),
         "Tokens of a prompt that enter the last group of layers.",
     )
     removed: int = option(
@@ -89,9 +89,9 @@ class UncompOptions(MethodOptions):
 
 
 def observation_of(options: UncompOptions) -> ObservationWindow:
-    """What tokens are ranked by."""
+    """The rows that tokens are ranked by."""
     return ObservationWindow(
-        last=entropy.LAST, accumulated=False, slice_tokens=options.slice
+        last=effective_ranks.LAST, accumulated=False, slice_tokens=options.slice
     )
 
 
@@ -157,17 +157,16 @@ def choose(
             "they were taken for a method that reads none",
             "calibrate for this one",
         )
-    eranks = entropy.lane_eranks(entropies, options.k)
+    eranks = effective_ranks.lane_eranks(entropies, options.k)
     mean_eranks = eranks.mean(0)
-    votes = entropy.votes(eranks)
-    likeness = entropies.likeness.mean(0)
-    removed = _removed(options, shape, votes, mean_eranks, likeness)
-    recent, correlation = entropy.likest_recent(entropies, options.k)
+    votes = effective_ranks.votes(eranks)
+    removed = _removed(options, shape, votes, mean_eranks, entropies.likeness.mean(0))
+    recent, correlation = effective_ranks.likest_recent(entropies, options.k)
     if options.recent != "auto":
         recent = options.recent
     budgets = _budgets(options, page_tokens)
     groups = _groups(options, votes, mean_eranks, removed, seed)
-    hidden = entropies.hidden[..., entropy.truncation(options.k)].mean(0)
+    hidden = entropies.hidden[..., effective_ranks.truncation(options.k)].mean(0)
     lives = [Budget(size, recent=round(recent * size)) for size in budgets]
     return Decision(
         removed=removed,
@@ -181,7 +180,7 @@ def choose(
             "recent": recent,
             "recent_correlation": dict(
                 zip(
-                    map(str, entropy.RECENT),
+                    map(str, effective_ranks.RECENT),
                     np.round(correlation, 4).tolist(),
                     strict=True,
                 )
@@ -233,7 +232,9 @@ def _refuse_small(
     raise KvlatheError(fact, reason, remedy)
 
 
-def _ranking(votes: npt.NDArray[np.int64], eranks: entropy.Array) -> list[list[int]]:
+def _ranking(
+    votes: npt.NDArray[np.int64], eranks: effective_ranks.Array
+) -> list[list[int]]:
     """Lanes by falling votes (equal ones by effective rank): of each layer, or of all
     layers where each has one."""
     layers, heads = votes.shape
@@ -247,7 +248,7 @@ def _ranking(votes: npt.NDArray[np.int64], eranks: entropy.Array) -> list[list[i
 def _groups(
     options: UncompOptions,
     votes: npt.NDArray[np.int64],
-    eranks: entropy.Array,
+    eranks: effective_ranks.Array,
     removed: Mapping[int, int],
     seed: int,
 ) -> list[int]:
@@ -270,8 +271,8 @@ def _removed(
     options: UncompOptions,
     shape: ModelShape,
     votes: npt.NDArray[np.int64],
-    eranks: entropy.Array,
-    likeness: entropy.Array,
+    eranks: effective_ranks.Array,
+    likeness: effective_ranks.Array,
 ) -> dict[int, int]:
     """Lane -> head that fills it: those of fewest votes, each from the kept head that
     attends most alike."""
@@ -290,12 +291,12 @@ def _removed(
 
 # -- layers ----------------------------------------------------------------------------
 def _stages(
-    options: UncompOptions, hidden: entropy.Array, shape: ModelShape
+    options: UncompOptions, hidden: effective_ranks.Array, shape: ModelShape
 ) -> tuple[Stage, ...]:
     """Eqs. 11 to 13: a stage begins where the effective rank falls; sizes go down in
     equal steps. One stage is none."""
     if options.stages == "auto":
-        borders = entropy.drops(hidden, options.epsilon)
+        borders = effective_ranks.drops(hidden, options.epsilon)
     else:
         borders = _largest_drops(hidden, options.stages - 1)
     if not borders or options.least >= shape.max_positions:
@@ -315,9 +316,9 @@ def _stages(
     )
 
 
-def _largest_drops(hidden: entropy.Array, count: int) -> list[int]:
-    falls = hidden[:-1] - hidden[1:]
-    largest = np.argsort(-falls, kind="stable")[:count]
+def _largest_drops(hidden: effective_ranks.Array, count: int) -> list[int]:
+    rises = hidden[1:] - hidden[:-1]
+    largest = np.argsort(rises, kind="stable")[:count]
     return sorted((largest + 1).tolist())
 
 

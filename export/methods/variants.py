@@ -13,7 +13,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import Compression, RequestedMethod
 from kvlathe.export.methods.lowrank import left
-from kvlathe.export.methods.options import Option, Options
+from kvlathe.export.methods.options import Option, RankOptions
 from kvlathe.export.methods.registry import methods
 from kvlathe.plan.heads import RANK_MULTIPLE, ModelShape
 from kvlathe.plan.plan import CompressionPlan
@@ -60,7 +60,7 @@ def removed(plan: CompressionPlan, bits: int) -> float:
 def for_comparison(
     shape: ModelShape, rope: bool, stats: Stats | None, settings: CacheSettings
 ) -> list[Variant]:
-    """What measured plans are shown beside: every method that chooses ranks or a number
+    """Plans to show beside measured ones: those of every method that chooses ranks or a number
     format for all tokens. One that these settings cannot hold is left out.
     """
     shown: list[Variant] = []
@@ -68,7 +68,7 @@ def for_comparison(
         if not method.measured and (method.sizes or method.rotate):
             alone = Compression.of([RequestedMethod.plain(name)])
             with contextlib.suppress(KvlatheError):
-                shown += variants(alone, shape, rope, stats, Options(), settings)
+                shown += variants(alone, shape, rope, stats, RankOptions(), settings)
     return shown
 
 
@@ -77,7 +77,7 @@ def variants(
     shape: ModelShape,
     rope: bool,
     stats: Stats | None,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> list[Variant]:
     """Everything that ``compression`` leaves open. Raises KvlatheError for what

@@ -56,7 +56,7 @@ class HeadNames(Kind):
 
 @dataclass(frozen=True)
 class WindowOptions(MethodOptions):
-    """What heads see."""
+    """The window, and the heads that have none."""
 
     sink: int = option(64, TOKENS, SINK)
     recent: int = option(256, TOKENS, RECENT)

@@ -16,10 +16,10 @@ from kvlathe.export.bases.rotation import (
 )
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.method import Method
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 
 
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """SVD of the stacked queries and keys; SVD of the values stacked on (W_O^h)^T of
     the lane's query heads."""
     if options.basis == "balanced":
@@ -34,7 +34,7 @@ def rotate(stats: Stats, options: Options) -> Rotation:
 
 METHOD = Method(
     "rotate and drop dimensions, V together with W_O; calibrated on text",
-    Options(),
+    RankOptions(),
     rotate=rotate,
     calibration="text",
 )

@@ -115,7 +115,7 @@ def plan(options: ZipcacheOptions, page_tokens: int) -> Decision:
 
 
 def source(options: ZipcacheOptions) -> Literal["random"] | None:
-    """What channels' sizes are taken from: the same tokens as those of a method that it
+    """The tokens that channels' sizes are taken from: the same as those of a method that it
     is composed with."""
     return "random" if "folded" in (options.keys, options.values) else None
 

@@ -26,7 +26,7 @@ from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED, Compression
 from kvlathe.export.methods.forms import FORMATS, Array, Grid
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
@@ -156,7 +156,7 @@ def uncompressed(checkpoint: Checkpoint) -> Decoder:
     spec = checkpoint.spec
     settings = CacheSettings(32, layer_windows=spec.windows)
     whole = compose(
-        UNCOMPRESSED, spec.shape, spec.rope is not None, None, Options(), settings
+        UNCOMPRESSED, spec.shape, spec.rope is not None, None, RankOptions(), settings
     )
     return decoder_from(checkpoint, *whole)
 

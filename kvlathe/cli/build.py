@@ -29,13 +29,13 @@ from kvlathe.cli.common import (
 from kvlathe.cli.methods import MethodsHelp
 from kvlathe.cli.show import memory_of, shards_of, show_memory, show_shards
 from kvlathe.engines.rotation import CHECKPOINT
-from kvlathe.export.methods.options import Number, Option, Options, options_of
+from kvlathe.export.methods.options import Number, Option, RankOptions, options_of
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.weight_formats import BITS, FLOATS
 
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What adds a flag to a command."""
+"""A decorator that adds a flag to a command."""
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
 
 DEVICE = click.option(
@@ -105,7 +105,7 @@ def flag(option: Option) -> Flag:
     )
 
 
-OF_RANKS = {option.name: flag(option) for option in options_of(Options())}
+OF_RANKS = {option.name: flag(option) for option in options_of(RankOptions())}
 """The flags of methods that choose ranks."""
 
 HOW_MUCH = (
@@ -147,7 +147,7 @@ HOW_MUCH = (
         help="Prompts with answers (.jsonl) on which --accuracy measures retrieval.",
     ),
 )
-"""How much to compress (at most one of three), and how that is measured."""
+"""Flags of the target (one of three, at most), and of how it is measured."""
 
 LIMITS = (
     click.option(
@@ -184,7 +184,7 @@ LIMITS = (
         help="Grid on which prompts are cut and pages seal. [default: 512; 2048 for cuda]",
     ),
 )
-"""What the engine may be asked."""
+"""Flags of what an engine may be asked."""
 
 HOW = tuple(OF_RANKS[name] for name in ("basis", "allocation", "rope_fold", "centre"))
 
@@ -282,33 +282,32 @@ def build_command(
     from kvlathe.engines.phases import recorded
 
     folder = checkpoint_folder(model, revision)
-    command = command_line()
-    request = builds.BuildRequest(
-        folder, **options, use_cache=not no_cache, command=command
+    config = builds.BuildConfig(
+        folder, **options, use_cache=not no_cache, command=command_line()
     )
     started = time.monotonic()
-    if request.backend == CHECKPOINT and dry_run:
+    if config.backend == CHECKPOINT and dry_run:
         raise click.UsageError(
             "--dry-run says how large an engine's cache will be, and a checkpoint of "
             "--backend hf has none. Leave one of them out."
         )
-    if request.backend == CHECKPOINT:
-        keys = builds.rotate(request)
+    if config.backend == CHECKPOINT:
+        keys = builds.rotate(config)
         seconds = time.monotonic() - started
-        said = {"checkpoint": str(request.output_dir), "layers_of_rotated_keys": keys}
+        said = {"checkpoint": str(config.output_dir), "layers_of_rotated_keys": keys}
         return {**said, "seconds": seconds}
     if dry_run:
-        return builds.preview(request)
+        return builds.preview(config)
     with recorded() as phases:
-        engine = builds.build(request)
+        engine = builds.build(config)
     seconds = time.monotonic() - started
     of_phases = [dataclasses.asdict(phase) for phase in phases]
-    described = describe(engine, request.tensor_parallel_size)
+    described = describe(engine, config.tensor_parallel_size)
     return {**described, "seconds": seconds, "phases": of_phases}
 
 
 def describe(engine: Path, num_shards: int = 1) -> Result:
-    """What a finished engine folder promises, on ``num_shards`` GPUs."""
+    """The promises of a finished engine folder, on ``num_shards`` GPUs."""
     opened = open_engine(engine, deep=False)
     manifest = opened.manifest
     sizes = manifest.kv_bytes

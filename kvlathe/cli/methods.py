@@ -64,14 +64,10 @@ def methods_command(name: str | None) -> Result:
     from kvlathe.export.methods.registry import method, methods
 
     if name is None:
-        rows = [
-            {
-                "method": known,
-                "summary": one.summary,
-                "options": [option.name for option in options_of(one.options)],
-            }
-            for known, one in methods().items()
-        ]
+        rows: list[Result] = []
+        for known, one in methods().items():
+            names = [option.name for option in options_of(one.options)]
+            rows.append({"method": known, "summary": one.summary, "options": names})
         return {"methods": rows}
     asked = method(name)
     options = [_described(option) for option in options_of(asked.options)]

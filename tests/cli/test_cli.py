@@ -31,6 +31,7 @@ from kvlathe.tasks.tasks import read_texts
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "build",
+    "methods",
     "calibrate",
     "generate",
     "compact",

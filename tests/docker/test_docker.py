@@ -139,7 +139,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     building = pytest.importorskip("kvlathe.engines.build")
     target = tmp_path_factory.mktemp("engines") / "none"
     return building.build(
-        building.BuildRequest(
+        building.BuildConfig(
             ROOT / "models/lathe-5m", target, max_seq_len=256, max_batch_size=2
         )
     )

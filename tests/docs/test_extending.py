@@ -17,7 +17,7 @@ from kvlathe.export.bases.rotation import balanced_rotation
 from kvlathe.export.methods import registry
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.lives import Window
 from kvlathe.plan.plan import CompressionPlan
@@ -68,7 +68,7 @@ def test_the_method_of_the_page_plans(pca: dict[str, Any], request_: str) -> Non
     stats = stats_cases.stats(0)
     assert parse(request_).calibration == pca["METHOD"].calibration
     plan, basis = compose(
-        parse(request_), stats.shape, True, stats, Options(), CacheSettings()
+        parse(request_), stats.shape, True, stats, RankOptions(), CacheSettings()
     )
     assert sum(lane.rank_k for lane in plan.lanes) < 64 * len(plan.lanes)
     assert all(basis[lane.layer, lane.head].a_v is not None for lane in plan.lanes)
@@ -80,7 +80,7 @@ def test_the_method_of_the_page_loses_more_than_the_best_basis(
     pca: dict[str, Any],
 ) -> None:
     stats = stats_cases.stats(0)
-    options = Options(centre=True)
+    options = RankOptions(centre=True)
     lost = pca["rotate"](stats, options).loss_k[..., ::-1].cumsum(-1)
     least = balanced_rotation(stats).loss_k[..., ::-1].cumsum(-1)
     assert (lost >= least * (1 - 1e-3)).all()

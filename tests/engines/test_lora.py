@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.engines import planning
-from kvlathe.engines.build import BuildRequest, calibrate_to
+from kvlathe.engines.build import BuildConfig, calibrate_to
 from kvlathe.engines.order import accept
 from kvlathe.plan import manifest as manifests
 from tests.support.adapters import change_tensors, write_adapter
@@ -36,9 +36,9 @@ def folders(tmp_path: Path) -> Folders:
     return tmp_path / "model", tmp_path / "adapter"
 
 
-def request(folder: Path, *lora: str | Path, **options: Any) -> BuildRequest:  # noqa: ANN401
+def request(folder: Path, *lora: str | Path, **options: Any) -> BuildConfig:  # noqa: ANN401
     engine = folder.parent / "engine"
-    return BuildRequest(folder, engine, lora=tuple(map(str, lora)), **options)
+    return BuildConfig(folder, engine, lora=tuple(map(str, lora)), **options)
 
 
 def test_another_adapter_is_another_engine(folders: Folders) -> None:

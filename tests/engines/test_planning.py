@@ -11,16 +11,16 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import planning
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
 from kvlathe.engines.planning import open_checkpoint, plan_for
-from kvlathe.engines.request import BuildRequest
 from tests.support import checkpoints
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
-def request(model: Path, compression: str = "none") -> BuildRequest:
-    return BuildRequest(
+def request(model: Path, compression: str = "none") -> BuildConfig:
+    return BuildConfig(
         model,
         model / "engine",
         compression=compression,

@@ -15,7 +15,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {"cu_seqlens_q", "query_offsets", "lengths", "page_table_", "pool_"}
@@ -31,7 +31,7 @@ def source() -> Path:
 
 
 def test_it_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    request = BuildRequest(
+    request = BuildConfig(
         ROOT / "models/lathe-5m", tmp_path / "engine", backend="tensorrt_llm"
     )
     with pytest.raises(KvlatheError) as refused:

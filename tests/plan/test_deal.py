@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.search import measured
 from kvlathe.plan.deal import Deal, deal
 from kvlathe.plan.formats import Tier
@@ -145,7 +145,7 @@ def method_plans() -> dict[str, CompressionPlan]:
     }
     found: dict[str, CompressionPlan] = {}
     for request, options in asked.items():
-        given = Options(**options)
+        given = RankOptions(**options)
         found[request] = compose(parse(request), SHAPE, True, stats, given, form)[0]
     return found
 

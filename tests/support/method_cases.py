@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.registry import methods
 from kvlathe.plan.plan import CompressionPlan
 
@@ -28,7 +28,7 @@ def psd(rng: np.random.Generator, d: int, rank: int, sharp: float) -> np.ndarray
     return x.T @ x / max(rank, 1)
 
 
-def plan_of(request: str, stats: Stats, **asked: Any) -> CompressionPlan:  # noqa: ANN401  (Options' fields)
+def plan_of(request: str, stats: Stats, **asked: Any) -> CompressionPlan:  # noqa: ANN401  (RankOptions' fields)
     return compose(
-        parse(request), stats.shape, stats.rope, stats, Options(**asked), FORM
+        parse(request), stats.shape, stats.rope, stats, RankOptions(**asked), FORM
     )[0]

@@ -18,7 +18,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.triton.repository import (
@@ -68,7 +68,7 @@ KINDS = {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model, room for CLIENTS sequences in a step."""
     target = tmp_path_factory.mktemp("engines") / "none"
-    request = BuildRequest(
+    request = BuildConfig(
         ROOT / "models/lathe-5m", target, max_batch_size=CLIENTS, max_seq_len=1024
     )
     return build(request)

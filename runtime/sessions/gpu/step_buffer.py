@@ -241,7 +241,7 @@ class StepBuffer:
             raise KvlatheError(
                 f"a step with page tables of {form.widths} pages does not fit",
                 f"there is room for {self.form.widths}",
-                "build with a larger --max_seq_len",
+                "build with a larger --max-seq-len",
             )
         self._turn ^= 1
         host = self._hosts[self._turn][: form.size]

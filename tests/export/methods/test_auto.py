@@ -16,8 +16,8 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
-from kvlathe.engines.request import BuildRequest
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
@@ -27,7 +27,7 @@ from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED, parse
 from kvlathe.export.methods.evidence import evidence
 from kvlathe.export.methods.forms import Grid
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import for_comparison, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
@@ -95,7 +95,7 @@ def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
     stats = stats_cases.stats(3)
     cut, found = (
         Grid(stats, 64, 7, 256).cut(side, 1, 2, rank),
-        auto.rotate(stats, Options()),
+        auto.rotate(stats, RankOptions()),
     )
     into, back = (found.b, found.a) if side == "k" else (found.a_v, found.o_v.mT)
     kept = into[1, 2][:, :rank] @ back[1, 2][:, :rank].T
@@ -174,7 +174,9 @@ def lathe() -> tuple[Checkpoint, Stats, Decoder]:
     stats = calibrate_on(
         checkpoint, [torch.tensor(ids) for ids in windows(6, 512)], 0, {}
     )
-    none = compose(UNCOMPRESSED, stats.shape, True, None, Options(), CacheSettings(32))
+    none = compose(
+        UNCOMPRESSED, stats.shape, True, None, RankOptions(), CacheSettings(32)
+    )
     return checkpoint, stats, decoder_from(checkpoint, *none)
 
 
@@ -322,7 +324,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     whole = decoder_from(
         checkpoint,
         *compose(
-            UNCOMPRESSED, spec.shape, spec.rope is not None, None, Options(), FORM
+            UNCOMPRESSED, spec.shape, spec.rope is not None, None, RankOptions(), FORM
         ),
     )
     expected, errors = whole.logits(ids, range(200)), []
@@ -335,7 +337,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
 
 def test_what_it_is_chosen_by_is_shown() -> None:
     assert (
-        evidence(parse("auto"), stats_cases.stats(0), Options(), priced_plan())
+        evidence(parse("auto"), stats_cases.stats(0), RankOptions(), priced_plan())
         is not None
     )
 
@@ -347,7 +349,7 @@ def test_an_engine_of_a_tiny_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
-    asked = BuildRequest(
+    asked = BuildConfig(
         reference("llama")[0],
         tmp_path / "engine",
         "auto",
@@ -387,5 +389,5 @@ def test_what_cannot_be_asked_of_it(
     asked: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        accept(dataclasses.replace(BuildRequest(LATHE, tmp_path / "engine"), **asked))
+        accept(dataclasses.replace(BuildConfig(LATHE, tmp_path / "engine"), **asked))
     assert not (tmp_path / "engine").exists()

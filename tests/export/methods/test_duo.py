@@ -12,7 +12,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import compose
 from kvlathe.export.methods.compression import UNCOMPRESSED, parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.window import WindowOptions
 from kvlathe.plan.lives import SEAL, Window
 from tests.support.method_cases import FORM
@@ -53,12 +53,12 @@ def test_where_every_head_sees_everything_nothing_changes(made_up: Stats) -> Non
     """The plan is that of plain attention, and with none that of a window."""
     shape = made_up.shape
     losses = np.arange(shape.layers * shape.kv_heads).tolist()
-    plain, _ = compose(UNCOMPRESSED, shape, True, None, Options(), FORM)
+    plain, _ = compose(UNCOMPRESSED, shape, True, None, RankOptions(), FORM)
     named = parse("duo:share=1").with_heads(losses, shape.kv_heads)
-    same, _ = compose(named, shape, True, None, Options(), FORM)
+    same, _ = compose(named, shape, True, None, RankOptions(), FORM)
     assert same.groups == plain.groups and same.lanes == plain.lanes
     named = parse("duo:share=0,sink=0,recent=100").with_heads(losses, shape.kv_heads)
-    none, _ = compose(named, shape, True, None, Options(), FORM)
+    none, _ = compose(named, shape, True, None, RankOptions(), FORM)
     (group,) = none.groups
     assert group.life == Window(0, 128)
 
@@ -69,7 +69,7 @@ def test_it_composes_with_formats_and_keeps_their_options(made_up: Stats) -> Non
     losses[1] = 1.0
     named = parse("duo:share=0.05+hack:bits=4").with_heads(losses, shape.kv_heads)
     assert named.text == "window:whole=0.1+hack:bits=4"
-    plan, _ = compose(named, shape, True, None, Options(), FORM)
+    plan, _ = compose(named, shape, True, None, RankOptions(), FORM)
     lives = {group.life: group.lanes for group in plan.groups}
     assert lives[SEAL] == (1,)
     assert lives[Window(64, 256)] == (0, *range(2, len(losses)))
@@ -83,4 +83,4 @@ def test_a_share_that_is_none_is_refused(text: str) -> None:
 
 def test_it_is_not_planned_without_the_model(made_up: Stats) -> None:
     with pytest.raises(KvlatheError, match="it measures the model"):
-        compose(parse("duo"), made_up.shape, True, made_up, Options(), FORM)
+        compose(parse("duo"), made_up.shape, True, made_up, RankOptions(), FORM)

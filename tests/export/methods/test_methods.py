@@ -16,7 +16,7 @@ from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.evidence import evidence
 from kvlathe.export.methods.hack import HackOptions
 from kvlathe.export.methods.lowrank import best_ratio
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.layout import CacheLayout
 from tests.support import stats_cases
 from tests.support.method_cases import FORM, LOW_RANK, plan_of
@@ -51,7 +51,7 @@ def test_a_compression_ratio_is_kept_in_bytes(
 def test_nothing_removed_is_the_uncompressed_plan(name: str, rope: bool) -> None:
     stats = stats_cases.stats(1, rope=rope)
     plan, basis = compose(
-        parse(name), stats.shape, rope, stats, Options(removal_rate=0.0), FORM
+        parse(name), stats.shape, rope, stats, RankOptions(removal_rate=0.0), FORM
     )
     assert plan.lanes == plan_of("none", stats).lanes and not plan.index.projected
     assert all(
@@ -65,7 +65,7 @@ def test_nothing_removed_is_the_uncompressed_plan(name: str, rope: bool) -> None
 def test_without_rope_nothing_is_projected_at_run_time(name: str) -> None:
     stats = stats_cases.stats(2, rope=False)
     plan, basis = compose(
-        parse(name), stats.shape, False, stats, Options(compression_ratio=0.4), FORM
+        parse(name), stats.shape, False, stats, RankOptions(compression_ratio=0.4), FORM
     )
     assert not plan.index.projected and {lane.rope for lane in plan.lanes} == {"none"}
     assert all(lane.input_dim == lane.rank_k for lane in plan.lanes)
@@ -118,7 +118,7 @@ def test_the_methods_differ_where_their_papers_do(made_up: Stats) -> None:
             made_up.shape,
             True,
             made_up,
-            Options(compression_ratio=0.5, allocation="uniform"),
+            RankOptions(compression_ratio=0.5, allocation="uniform"),
             FORM,
         )
         for name in ("fdc", "zack")
@@ -144,7 +144,7 @@ def test_the_methods_differ_where_their_papers_do(made_up: Stats) -> None:
 def test_evidence_of_equal_halves_is_perfect(made_up: Stats) -> None:
     same = dataclasses.replace(made_up, halves=(made_up.halves[0], made_up.halves[0]))
     plan = plan_of("zack", same, compression_ratio=0.3)
-    found = evidence(parse("zack"), same, Options(), plan)
+    found = evidence(parse("zack"), same, RankOptions(), plan)
     assert found is not None and found.spectrum_k.shape == (3, 4, 64)
     assert (
         max(
@@ -155,7 +155,7 @@ def test_evidence_of_equal_halves_is_perfect(made_up: Stats) -> None:
         )
         < 1e-6
     )
-    assert evidence(parse("none"), same, Options(), plan) is None
+    assert evidence(parse("none"), same, RankOptions(), plan) is None
 
 
 def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:

@@ -13,7 +13,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Compact, Divide
 from kvlathe.plan.plan import CompressionPlan
@@ -28,7 +28,7 @@ def stats() -> Stats:
 
 def plan(request: str) -> CompressionPlan:
     return compose(
-        parse(request), model_shape(), True, stats(), Options(), CacheSettings()
+        parse(request), model_shape(), True, stats(), RankOptions(), CacheSettings()
     )[0]
 
 
@@ -64,7 +64,7 @@ def test_scaled_channels_are_even_and_change_no_product(
         return
     known = made_up(5, model_shape(), rope)
     made, basis = compose(
-        parse(request_), model_shape(), rope, known, Options(), CacheSettings()
+        parse(request_), model_shape(), rope, known, RankOptions(), CacheSettings()
     )
     found, seen = scaled(made.lanes, basis, known, "kv"), known.whole
     for lane in made.lanes:
@@ -123,7 +123,7 @@ def test_what_a_request_calibrates_on() -> None:
     ]
     with pytest.raises(KvlatheError, match="needs statistics"):
         compose(
-            parse("zipcache"), model_shape(), True, None, Options(), CacheSettings()
+            parse("zipcache"), model_shape(), True, None, RankOptions(), CacheSettings()
         )
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.calibration import entropy
+from kvlathe.export.calibration import effective_ranks
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, compose, verify
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.lives import Budget
@@ -44,7 +44,7 @@ def stats(shape: ModelShape = SHAPE) -> Stats:
 def plan(request: str, made: Stats | None = None) -> CompressionPlan:
     made = made or stats()
     return compose(
-        parse(request), made.shape, True, made, Options(), CacheSettings(32)
+        parse(request), made.shape, True, made, RankOptions(), CacheSettings(32)
     )[0]
 
 
@@ -113,7 +113,7 @@ def test_recent_tokens_take_the_share_whose_trend_fits_best() -> None:
     made.entropies.windows[:, :, 2] = np.array([1.0, 4.0, 2.0, 3.0])[:, None]
     assert recent(plan("uncomp", made)) == {64, 128}
     assert recent(plan("uncomp:recent=0.5", made)) == {128, 256}
-    assert plan("uncomp", made).notes["recent"] == entropy.RECENT[2]
+    assert plan("uncomp", made).notes["recent"] == effective_ranks.RECENT[2]
 
 
 def test_removed_heads_are_those_of_least_rank_and_take_the_most_alike() -> None:
@@ -181,7 +181,7 @@ def test_a_group_that_would_keep_less_than_a_page_is_explained(
     request_: str, said: str
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        verify(parse(request_), Options(), 64)
+        verify(parse(request_), RankOptions(), 64)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_share_of_the_bytes_is_refused_beside_a_budget() -> None:
             made.shape,
             True,
             made,
-            Options(compression_ratio=0.3),
+            RankOptions(compression_ratio=0.3),
             CacheSettings(32),
         )
 
@@ -229,7 +229,7 @@ def test_a_removed_head_gives_the_output_of_the_one_that_fills_it(
         made.shape,
         True,
         made,
-        Options(),
+        RankOptions(),
         CacheSettings(32),
     )
     d = made.shape.head_dim

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import ARRAYS, Stats
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU, _one_ahead, choose_device
 from kvlathe.export.search.measured import Sources, price
@@ -55,7 +55,7 @@ def plan_of(checkpoint: Checkpoint, stats: Stats) -> tuple[CompressionPlan, Basi
         shape,
         has_rope,
         stats,
-        Options(centre=True),
+        RankOptions(centre=True),
         CacheSettings(16),
     )
 
@@ -183,7 +183,7 @@ def test_an_engine_made_on_a_gpu_answers_as_one_made_on_the_cpu(tmp_path: Path) 
     """The whole path, each with its own calibration."""
     sizes = []
     for device in ("cpu", "cuda"):
-        request = BuildRequest(
+        request = BuildConfig(
             MODEL,
             tmp_path / device,
             compression=COMPRESSION,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest
+from kvlathe.engines.build import BuildConfig
 from kvlathe.engines.job import prepare
 from kvlathe.engines.order import accept
 from kvlathe.export.bases.basis import Basis
@@ -189,7 +189,7 @@ def keeps_its_codes(opened: Checkpoint, packing: Packing) -> None:
 
 def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, KINDS["awq"])
-    request = BuildRequest(tmp_path, tmp_path / "engine")
+    request = BuildConfig(tmp_path, tmp_path / "engine")
     job = prepare(accept(request))
     assert job.order.request.weights == "int4"
     assert job.formats.maps == WeightFormat("int4", GROUP, True)
@@ -204,8 +204,8 @@ def test_nothing_is_added_to_codes(tmp_path: Path) -> None:
 def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, KINDS["gptq"], disorder=True)
     with pytest.raises(KvlatheError, match="desc_act"):
-        prepare(accept(BuildRequest(tmp_path, tmp_path / "engine")))
-    floats = BuildRequest(tmp_path, tmp_path / "engine", weights="float32")
+        prepare(accept(BuildConfig(tmp_path, tmp_path / "engine")))
+    floats = BuildConfig(tmp_path, tmp_path / "engine", weights="float32")
     opened = prepare(accept(floats)).checkpoint
     name = "model.layers.0.mlp.down_proj.weight"
     expected = dict(model.named_parameters())[name].T

@@ -21,7 +21,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import compose
 from kvlathe.export.methods.compression import UNCOMPRESSED, parse
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import exams, search
@@ -150,7 +150,7 @@ def searched(
     kept: Path | None = None,
 ) -> tuple[CompressionPlan, Basis]:
     checkpoint, stats = lathe
-    options = Options(basis="balanced")
+    options = RankOptions(basis="balanced")
     found = variants(parse(request), stats.shape, stats.rope, stats, options, FORM)
     return search.search(
         checkpoint, found, accuracy, exam, (stats.digest, options, FORM), kept
@@ -180,7 +180,8 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     curve = plan.notes["curve"]
     whole = search.TorchOracle(
         decoder_from(
-            lathe[0], *compose(UNCOMPRESSED, plan.model, True, None, Options(), FORM)
+            lathe[0],
+            *compose(UNCOMPRESSED, plan.model, True, None, RankOptions(), FORM),
         )
     )
     said = [search.says(whole, window) for window in exam.windows]
@@ -216,7 +217,7 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(
         stats.shape,
         True,
         None,
-        Options(),
+        RankOptions(),
         form,
     )
     names = [family.name for family in found]
@@ -251,7 +252,7 @@ def test_accuracy_out_of_reach_names_the_best_there_is(
 )
 def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
     for family in variants(
-        parse(request_name), made_up.shape, True, made_up, Options(), FORM
+        parse(request_name), made_up.shape, True, made_up, RankOptions(), FORM
     ):
         for ratio in {family.least, (family.least + family.most) / 2, family.most}:
             assert removed(family.plan(ratio)[0], FORM.bits) >= ratio - 1e-9

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.bases.basis import Basis
@@ -103,7 +103,7 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
     """Built without a GPU; the weights read back are those that were folded, and
     inspect says what is missing here."""
     folder = build(
-        BuildRequest(
+        BuildConfig(
             MODEL, tmp_path / "engine", backend="cuda", max_seq_len=512, use_cache=False
         )
     )

@@ -1,4 +1,4 @@
-"""BuildRequest: everything a build may be told, and every refusal that needs neither
+"""BuildConfig: everything a build may be told, and every refusal that needs neither
 the model nor a library."""
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         ((str,), "text"),
     ),
 }
-"""Of every field of a request: what Python may hand over, and how a refusal calls
-it."""
+"""Types that Python may hand over for each field, and how a refusal calls them."""
 
 
 @dataclass(frozen=True)
-class BuildRequest:
+class BuildConfig:
     """Everything that ``kvlathe build`` takes. None means the default, which depends on
     the model or the backend. Paths may be given as text.
 
@@ -134,7 +133,7 @@ class BuildRequest:
 
     @property
     def weight_formats(self) -> WeightFormats:
-        """Of weights that are codes, where any are."""
+        """Formats of weights that are codes, where any are."""
         asked = self.weights or self.compute_dtype
         return BACKENDS[self.backend].weights.get(asked, PLAIN)
 
@@ -195,51 +194,51 @@ def shipped(name: str, option: str) -> Path:
     return path
 
 
-def check(request: BuildRequest) -> None:
+def check(config: BuildConfig) -> None:
     """Raise KvlatheError for the first thing that cannot be: options that exclude each
     other, numbers out of range, a backend that cannot be used, an output folder that
     exists.
     """
-    check_types(request)
-    _check_choices(request)
-    _check_target(request)
-    for adapter in request.lora:
+    check_types(config)
+    _check_choices(config)
+    _check_target(config)
+    for adapter in config.lora:
         read_adapter(adapter)
-    backend(request.backend)
-    _check_sizes(request)
-    dtypes = BACKENDS[request.backend].dtypes
-    if request.compute_dtype not in dtypes:
+    backend(config.backend)
+    _check_sizes(config)
+    dtypes = BACKENDS[config.backend].dtypes
+    if config.compute_dtype not in dtypes:
         raise _refused(
-            f"--dtype {request.dtype}",
-            f"{request.backend} computes in {', '.join(dtypes)}",
+            f"--dtype {config.dtype}",
+            f"{config.backend} computes in {', '.join(dtypes)}",
             "choose another",
         )
-    _check_weights(request)
-    if request.lora and BACKENDS[request.backend].hosted:
+    _check_weights(config)
+    if config.lora and BACKENDS[config.backend].hosted:
         raise _refused(
             "--lora",
-            f"{request.backend} runs the checkpoint as it is",
+            f"{config.backend} runs the checkpoint as it is",
             "give a checkpoint that the adapter was merged into",
         )
-    if request.tensor_parallel_size > 1 and request.backend != "cuda":
+    if config.tensor_parallel_size > 1 and config.backend != "cuda":
         raise _refused(
-            f"--tensor-parallel-size {request.tensor_parallel_size}",
-            f"{request.backend} runs on one device",
+            f"--tensor-parallel-size {config.tensor_parallel_size}",
+            f"{config.backend} runs on one device",
             "build with --backend cuda",
         )
-    check_target(request.output_dir, request.overwrite)
+    check_target(config.output_dir, config.overwrite)
 
 
-def _check_weights(request: BuildRequest) -> None:
+def _check_weights(config: BuildConfig) -> None:
     """Weights are what the engine computes in, or codes that its backend multiplies."""
-    asked = request.weights
-    coded = BACKENDS[request.backend].weights
-    if asked is None or asked == request.compute_dtype or asked in coded:
+    asked = config.weights
+    coded = BACKENDS[config.backend].weights
+    if asked is None or asked == config.compute_dtype or asked in coded:
         return
     if asked in FLOATS:
         raise _refused(
             f"--weights {asked}",
-            f"the engine computes in {request.compute_dtype}, and so do its weights",
+            f"the engine computes in {config.compute_dtype}, and so do its weights",
             f"give --dtype {asked}",
         )
     able = [name for name, info in BACKENDS.items() if asked in info.weights]
@@ -248,16 +247,16 @@ def _check_weights(request: BuildRequest) -> None:
         raise _refused(f"--weights {asked}", "it is unknown", f"choose one of {known}")
     raise _refused(
         f"--weights {asked}",
-        f"{request.backend} has no product of such weights",
+        f"{config.backend} has no product of such weights",
         f"build for {' or '.join(able)}",
     )
 
 
-def check_types(request: BuildRequest) -> None:
+def check_types(config: BuildConfig) -> None:
     """Python takes anything for a field; what follows compares numbers and opens
     files."""
-    for field in dataclasses.fields(request):
-        value = getattr(request, field.name)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
         kinds, said = TYPES[field.name]
         if value is None and field.default is None:
             continue
@@ -269,12 +268,12 @@ def check_types(request: BuildRequest) -> None:
             )
 
 
-def _check_choices(request: BuildRequest) -> None:
+def _check_choices(config: BuildConfig) -> None:
     """A field of few values has one of them. click checks those of a command line."""
-    for name, kind in get_type_hints(BuildRequest).items():
+    for name, kind in get_type_hints(BuildConfig).items():
         for one in (kind, *get_args(kind)):
             allowed = get_args(one) if get_origin(one) is Literal else ()
-            value = getattr(request, name)
+            value = getattr(config, name)
             if allowed and value is not None and value not in allowed:
                 said = ", ".join(map(str, allowed))
                 raise _refused(
@@ -282,13 +281,13 @@ def _check_choices(request: BuildRequest) -> None:
                 )
 
 
-def _check_target(request: BuildRequest) -> None:
-    given = [name for name in HOW_MUCH if getattr(request, name) is not None]
+def _check_target(config: BuildConfig) -> None:
+    given = [name for name in HOW_MUCH if getattr(config, name) is not None]
     if len(given) > 1:
         flags = " and ".join(map(flag_of, given))
         raise _refused(flags, "each of them says how much to compress", "give one")
     for name in given:
-        value = getattr(request, name)
+        value = getattr(config, name)
         is_whole = name == "accuracy" and value == 1
         if not (0 <= value < 1 or is_whole):
             raise _refused(
@@ -296,50 +295,50 @@ def _check_target(request: BuildRequest) -> None:
                 "it is a fraction",
                 "give a number from 0 to 1",
             )
-    if request.stats and (request.calibration or request.calibration_tokens):
+    if config.stats and (config.calibration or config.calibration_tokens):
         raise _refused(
             "--stats with --calibration",
             "a Stats file is a finished calibration",
             "give one of them",
         )
-    for path in (request.text, request.retrieval, request.stats):
+    for path in (config.text, config.retrieval, config.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
-def _check_sizes(request: BuildRequest) -> None:
+def _check_sizes(config: BuildConfig) -> None:
     for name in COUNTS:
-        if (value := getattr(request, name)) is not None and not 0 < value < MOST:
+        if (value := getattr(config, name)) is not None and not 0 < value < MOST:
             raise _refused(
                 f"{flag_of(name)} {value}", "it is a count", "give 1 to 2^31 - 1"
             )
-    if not 0 <= request.seed < 1 << 63:
+    if not 0 <= config.seed < 1 << 63:
         raise _refused(
-            f"--seed {request.seed}", "it is out of range", "give 0 to 2^63 - 1"
+            f"--seed {config.seed}", "it is out of range", "give 0 to 2^63 - 1"
         )
-    if request.tokens_per_block % RANK_MULTIPLE:
+    if config.tokens_per_block % RANK_MULTIPLE:
         raise _refused(
-            f"{flag_of('tokens_per_block')} {request.tokens_per_block}",
+            f"{flag_of('tokens_per_block')} {config.tokens_per_block}",
             f"pages are multiples of {RANK_MULTIPLE} tokens",
             "give 64 or 128",
         )
-    if request.chunk % request.tokens_per_block:
-        page = request.tokens_per_block
+    if config.chunk % config.tokens_per_block:
+        page = config.tokens_per_block
         raise _refused(
-            f"{flag_of('prefill_chunk')} {request.chunk}",
+            f"{flag_of('prefill_chunk')} {config.chunk}",
             f"chunks are whole pages of {page} tokens",
             "give a multiple",
         )
-    least = max(request.chunk, request.batch)
-    if request.max_num_tokens is not None and request.max_num_tokens < least:
+    least = max(config.chunk, config.batch)
+    if config.max_num_tokens is not None and config.max_num_tokens < least:
         need = (
-            f"a step must hold one chunk ({request.chunk} tokens) and one token of "
-            f"every sequence ({request.batch})"
+            f"a step must hold one chunk ({config.chunk} tokens) and one token of "
+            f"every sequence ({config.batch})"
         )
         raise _refused(
-            f"{flag_of('max_num_tokens')} {request.max_num_tokens}",
+            f"{flag_of('max_num_tokens')} {config.max_num_tokens}",
             need,
-            "raise it or lower --prefill_chunk",
+            "raise it or lower --prefill-chunk",
         )
 
 
