@@ -289,7 +289,7 @@ class LayerForm:
         self.fresh = [int(bucket.is_hot) for bucket in plan.index.buckets]
         own = layer_tables(layout, layer)
         self.places = list(own)
-        """Of its parts among those of the plan."""
+        """Numbers of its parts among those of the plan."""
         own_parts = [plan.index.parts[i] for i in self.places]
         self.buckets = [part.bucket for part in own_parts]
         self.windows = [window_among(part, own_parts) for part in own_parts]
@@ -354,7 +354,7 @@ class PageKernels:
         self.library.call("cuda_seal", byref(args))
 
     def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
-        """What seals pages of ``fresh`` into ``cold``; no pages yet."""
+        """Arguments that seal pages of ``fresh`` into ``cold``; no pages yet."""
         tier = self.plan.index.buckets[cold].tier
         args = SealArgs(
             ABI_VERSION,
