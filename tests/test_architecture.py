@@ -79,11 +79,10 @@ lies beside them."""
 
 SCHEDULING: dict[str, set[str]] = {
     "prompt": set(),
-    "step_room": set(),
     "sequence": {"prompt"},
     "packing": {"sequence"},
     "choosing": {"sequence"},
-    "step": {"choosing", "packing", "sequence", "step_room"},
+    "step": {"choosing", "packing", "sequence"},
     "admission": {"sequence"},
     "row_costs": {"admission"},
     "parts": {"row_costs", "sequence", "step"},
@@ -91,7 +90,7 @@ SCHEDULING: dict[str, set[str]] = {
     "shared_prompts": {"sequence"},
     "scheduler": {
         *("admission", "fair_queue", "parts", "sequence", "shared_prompts"),
-        "step_room",
+        "step",
     },
     "engine": {"choosing", "parts", "scheduler", "sequence", "step"},
 }

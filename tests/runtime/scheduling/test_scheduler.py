@@ -19,7 +19,7 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from kvlathe.runtime.scheduling.step_room import PATIENCE
+from kvlathe.runtime.scheduling.step import PATIENCE
 from kvlathe.runtime.sessions.protocols import StepPlan
 from tests.support.fake_session import FakeSession, SamplesThere, solo
 from tests.support.nightly import rest_nightly
