@@ -172,7 +172,8 @@ class Stub:
     @property
     def plan(self) -> Any:  # noqa: ANN401
         model = SimpleNamespace(vocab_size=VOCABULARY)
-        return SimpleNamespace(ranked=self.ranked, model=model)
+        index = SimpleNamespace(ranked=self.ranked)
+        return SimpleNamespace(index=index, model=model)
 
     @property
     def manifest(self) -> Any:  # noqa: ANN401

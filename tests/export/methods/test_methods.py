@@ -193,7 +193,7 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
         ("hack:bits=8,levels=normal", "4, 3 and 2 bits"),
         ("hack:levels=normal,rounding=stochastic", "codes are the nearest"),
         ("hack:bit=4", "Did you mean bits"),
-        ("fp8:bits=8", "'bits' is unknown"),
+        ("fp8:bits=8", "'bits' of fp8 is unknown"),
         ("fp8+hack", "fp8 and hack cannot be composed.*number format"),
         ("hack:group=128", "pages of 64 tokens"),
         ("hack:sums=stored,arithmetic=float", "contradicts"),

@@ -191,7 +191,7 @@ def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, KINDS["awq"])
     request = BuildConfig(tmp_path, tmp_path / "engine")
     job = prepare(accept(request))
-    assert job.order.request.weights == "int4"
+    assert job.order.config.weights == "int4"
     assert job.formats.maps == WeightFormat("int4", GROUP, True)
 
 

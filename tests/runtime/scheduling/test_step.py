@@ -14,7 +14,7 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.scheduling import step as steps
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
-from kvlathe.runtime.scheduling.step import DONE, Step, StepContext, StepPart
+from kvlathe.runtime.scheduling.step import DONE, Kind, Step, StepContext, StepPart
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import StepPlan
 from tests.support.fake_session import SamplesThere
@@ -173,7 +173,7 @@ def test_a_step_is_retried_in_halves_then_by_fewer_tokens(count: int) -> None:
     engine = engine_for("one", 600)
     _, chunks = reserved(engine, count)
     many = Step(engine.context, chunks * 5)
-    for step, kind, expected in (
+    cases: list[tuple[Step, Kind, list[list[int]]]] = [
         (many, "failed", [[count] * 2, [count] * 3]),
         (many, "out_of_memory", [[count] * 2, [count] * 3]),
         (Step(engine.context, chunks), "failed", []),
@@ -182,7 +182,8 @@ def test_a_step_is_retried_in_halves_then_by_fewer_tokens(count: int) -> None:
             "out_of_memory",
             [[count // 2]] if count > 1 else [],
         ),
-    ):
+    ]
+    for step, kind, expected in cases:
         parts = step.retry(kind)
         assert [[chunk.count for chunk in part.chunks] for part in parts] == expected
         assert all(part.state == "given back" for part in parts)
