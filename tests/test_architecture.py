@@ -65,13 +65,14 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 
 TORCH_CUDA: dict[str, set[str]] = {
     "device": set(),
+    "inputs": {"device"},
     "model": set(),
-    "attention": {"model"},
+    "attention": {"device", "inputs", "model"},
     "sampling": {"model"},
     "page_sums": {"device", "sampling"},
     "session": {"device", "page_sums", "sampling"},
-    "tokens": {"device", "session"},
-    "compute": {"attention", "device", "model", "session", "tokens"},
+    "tokens": {"device", "inputs", "session"},
+    "compute": {"attention", "device", "inputs", "model", "session", "tokens"},
     "shards": {"attention", "compute", "device", "model", "sampling", "session"},
 }
 """The same for the rooms of runtime/sessions/torch_cuda, the third level, and for what
@@ -282,6 +283,9 @@ def test_the_import_rule_can_refuse() -> None:
     step = "runtime/scheduling/step.py"
     assert may_import(step, "kvlathe.runtime.scheduling.packing")
     assert not may_import(step, "kvlathe.runtime.scheduling.parts.ranking")
+    attend = "runtime/sessions/torch_cuda/attention/attend.py"
+    assert may_import(attend, f"{rooms}.model.rows")
+    assert not may_import(attend, f"{rooms}.shards.nccl")
     assert METHODS.search("use_fdc") and not METHODS.search("fdcx")
 
 

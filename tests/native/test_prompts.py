@@ -17,7 +17,8 @@ from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.gpu.side_memory import COPY_HEADER, copies_bytes
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import Spread
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
@@ -80,7 +81,7 @@ def copied_sequences(
     problem: ChunkProblem | CodesChunkProblem, attention: Attention, layer: int
 ) -> set[tuple[int, int]]:
     """(bucket, sequence) of the copies that the last call made, as its room says."""
-    buckets = attention.forms[layer].buckets
+    buckets = attention.layers[layer].form.buckets
     batch = len(problem.chunks)
     tables = attention.copies.view(torch.int32)[32 : 32 + len(buckets) * batch]
     bases = tables.view(len(buckets), batch).tolist()
@@ -422,7 +423,8 @@ def test_sequences_share_copies(library: Library, cuda: CudaLibrary) -> None:
         size = copies_bytes(problem.layout.plan, 4096)
         attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
         copies_of = torch.tensor(whose, dtype=torch.int32, device="cuda")
-        spread.step = dataclasses.replace(spread.step, copies_of=copies_of)
+        own = dataclasses.replace(spread.step, copies_of=copies_of)
+        spread = dataclasses.replace(spread, step=own)
         problem.o[0].fill_(float("nan"))
         args, keep = problem.step_args(attention, spread)
         library.attend_decode(args, "cuda")

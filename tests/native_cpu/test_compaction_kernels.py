@@ -24,10 +24,10 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.attention import attend
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
-from kvlathe.runtime.sessions.torch_cuda.attention.mass import LargestShares
+from kvlathe.runtime.sessions.torch_cuda.attention.observing import LargestShares
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ SOME = rest_nightly(laws.KINDS, "sealed compacted")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "PART", PART)
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
+    monkeypatch.setattr(attend, "current_stream", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ class ObservedAttention(HostAttention):
         out = super().run(step, layer, q, k, v, angles, weights)
         assert angles is not None
         queries = turned(q, *angles, self.plan.model.head_dim)
-        self.shares.queue(layer, queries, step)
+        self.shares.fill(layer, queries, step)
         return out
 
 

@@ -56,8 +56,8 @@ def scratch_bytes(plan: CompressionPlan) -> int:
 
 def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     """What the largest step that observes a prefix takes beside other steps
-    (torch_cuda/attention/mass.py): tiles of scores, the keys of a lane, and what each token is
-    given. 0 where no prefix is compacted."""
+    (torch_cuda/attention/observing.py): tiles of scores, the keys of a lane, and what
+    each token is given. 0 where no prefix is compacted."""
     if plan.index.compaction is None:
         return 0
     page = plan.page_tokens

@@ -60,6 +60,16 @@ class StepKind:
     chunks: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class StepArrays:
+    """A step on the GPU, as whatever runs the model takes it: ``arrays`` by the names
+    that the exported graph gives them, of the sizes of ``form``."""
+
+    arrays: Bindings
+    form: StepForm
+    kind: StepKind
+
+
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
     """``widths``: pages in the page tables of a CUDA graph."""
     if _is_decode(step, widths):

@@ -34,6 +34,11 @@ def memory_bytes() -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
+def current_stream() -> int:
+    """The cudaStream_t on which torch queues work now."""
+    return torch.cuda.current_stream().cuda_stream
+
+
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise KvlatheError(
@@ -90,7 +95,7 @@ class TorchDevice:
 
     @property
     def stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream
+        return current_stream()
 
     # -- memory ------------------------------------------------------------------------
     def allocate(self, size: int, purpose: str) -> DeviceArray:

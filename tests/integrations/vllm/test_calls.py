@@ -198,7 +198,7 @@ def run_step(
     made = calls.of(step)
     again = Step(starts.copy(), lengths.copy(), table.copy())
     assert calls.of(again) is made
-    o = layer.run(q, k, v, made, None, 0.0).double().numpy()
+    o = layer.run(q, k, v, made).double().numpy()
     for one, at, first in zip(running, rows, starts, strict=False):
         one.o[at] = o[first : first + at.stop - at.start]
         one.done = at.stop

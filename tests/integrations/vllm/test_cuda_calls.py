@@ -7,8 +7,8 @@ No GPU is needed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from ctypes import Array
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import (  # noqa: E402
 )
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
-from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary  # noqa: E402
+from kvlathe.runtime.native.cuda import CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda.attention import attend  # noqa: E402
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Spread, StepInputs  # noqa: E402
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls, Spread  # noqa: E402
+from kvlathe_vllm import block_attention  # noqa: E402
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
-from kvlathe_vllm import gpu_step  # noqa: E402
 from kvlathe_vllm.block_attention import BlockAttention, Rooms  # noqa: E402
 from kvlathe_vllm.calls import Calls, Step, is_decode  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
@@ -55,11 +55,10 @@ class HostAttention(BlockAttention):
         self,
         library: CudaLibrary,
         layer: CudaLayer,
-        scale: float,
         most: Most,
         rooms: Rooms,
     ) -> None:
-        super().__init__(library, layer, scale, most, rooms)
+        super().__init__(library, layer, most, rooms)
         self.workspace = on_128(self.workspace)
         self.layer = layer
 
@@ -67,15 +66,11 @@ class HostAttention(BlockAttention):
     def tiled(self) -> bool:
         return False
 
-    def _list_size(self, step: StepInputs, tokens: int) -> int:
-        return 0
-
-    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
-        calls = super()._calls(spread, tokens)
-        if len(calls):
-            spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
-            calls[0].plan = spread.plan[0].data_ptr()
-        return calls
+    def calls_of(self, spread: Spread, layers: Sequence[int]) -> LayerCalls:
+        calls = super().calls_of(spread, layers)
+        plan = on_128(calls.plan.zero_()).view(calls.plan.shape)
+        calls.calls[0].plan = plan[0].data_ptr()
+        return dataclasses.replace(calls, plan=plan)
 
     def _append(self, *given: Any, **named: Any) -> None:  # noqa: ANN401
         """One piece of work, which reads what a kernel would read."""
@@ -208,10 +203,9 @@ def library(
         arrays.append(array)
         return ctypes.c_void_p(ctypes.addressof(cast(ctypes.Structure, array)))
 
-    monkeypatch.setattr(attend, "_address", address_of)
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
-    for module in (on_gpu, gpu_step):
-        monkeypatch.setattr(module, "stream", lambda: 0)
+    monkeypatch.setattr(attend, "address", address_of)
+    for module in (attend, block_attention, on_gpu):
+        monkeypatch.setattr(module, "current_stream", lambda: 0)
     monkeypatch.setattr(on_gpu, "BlockAttention", HostAttention)
     monkeypatch.setattr(played, "PAGE", PAGE)
     monkeypatch.setattr(played, "drawn_inputs", halves)
@@ -285,7 +279,7 @@ class Graph:
 
     def _run(self) -> Tensor:
         call = self.call
-        return self.layer.run(self.q, self.k, self.v, call, None, 0.0)
+        return self.layer.run(self.q, self.k, self.v, call)
 
     def _send(self, running: list[played.Sequence], ends: list[int]) -> None:
         """Sequences that are missing are padding: in rehearsals they have a row each,

@@ -223,7 +223,7 @@ def attended(engine: Hosted, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Ten
     for rows in (slice(0, last), slice(last, last + 1)):
         starts = np.array([0, rows.stop - rows.start], np.int32)
         step = Step(starts, np.array([rows.stop], np.int32), table)
-        parts.append(own.run(q[rows], k[rows], v[rows], calls.of(step), None, 0.0))
+        parts.append(own.run(q[rows], k[rows], v[rows], calls.of(step)))
     return torch.cat(parts)
 
 

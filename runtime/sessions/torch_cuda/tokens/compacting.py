@@ -5,7 +5,7 @@ rows that repeat a prefix attend, and moves the KV pairs that stay
 from __future__ import annotations
 
 from kvlathe.runtime.sessions.gpu.device import FLOAT
-from kvlathe.runtime.sessions.gpu.step_buffer import StepForm, kind_of
+from kvlathe.runtime.sessions.gpu.step_buffer import kind_of
 from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
@@ -24,8 +24,7 @@ class CompactingSession(EvictingSession):
         room = self.device.allocate(given.nbytes, "what a step attends")
         mass = room.view(0, given.shape, FLOAT)
         tensor_of(mass).zero_()
-        form = StepForm.of(step, self.compute.least_rows, observes=True)
         kind = kind_of(step, self.widths)
-        logits = self.launch_alone(step, form, kind, {"mass": mass})
+        logits = self.launch_alone(step, kind, True, {"mass": mass})
         given[:] = self.device.fetch(mass)
         return self.device.fetch(logits)
