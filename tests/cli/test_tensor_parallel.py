@@ -17,7 +17,7 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
+from kvlathe.runtime.sessions.torch_cuda.model.weights import (
     decoder_shapes,
     read_decoder,
 )

@@ -14,7 +14,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.requests import compaction
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import CompactingSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
 from tests.native.pairs import engine_pair

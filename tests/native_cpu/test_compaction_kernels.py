@@ -29,7 +29,7 @@ from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import CompactingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.test_many_buckets import SessionAttention
 from tests.support import compaction_laws as laws

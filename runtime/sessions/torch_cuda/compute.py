@@ -24,11 +24,14 @@ from kvlathe.runtime.sessions.torch_cuda.device import (
     tensor_of,
 )
 from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
-from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import (
+    CompactingSession,
+    EvictingSession,
+)
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 
 

@@ -47,10 +47,8 @@ from kvlathe.runtime.sessions.torch_cuda.attention.spread import (
 )
 from kvlathe.runtime.sessions.torch_cuda.device import current_stream
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import Angles
 from kvlathe.runtime.sessions.torch_cuda.model.rows import ELEMENTS
-
-Angles = tuple[Tensor, Tensor]
-"""cos and sin of the tokens, [T, d / 2] each."""
 
 
 class StepObserver(Protocol):

@@ -17,9 +17,10 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
-from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
+from kvlathe.runtime.sessions.gpu.device import FLOAT, Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.gpu.side_memory import SCRATCH_PAGES, scratch_bytes
+from kvlathe.runtime.sessions.gpu.step_buffer import kind_of
 from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves, PageSelection
 from kvlathe.runtime.sessions.protocols import (
     Capability,
@@ -28,7 +29,8 @@ from kvlathe.runtime.sessions.protocols import (
     Scores,
     StepPlan,
 )
-from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent
+from kvlathe.runtime.sessions.steps import check_step
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.saliency import (
     ranked,
@@ -212,3 +214,24 @@ class EvictingSession(TorchSession):
             own = [every[lane] for lane in lanes]
             self._token_fields[pair] = np.array(own, np.int64)
         return self._token_fields[pair]
+
+
+class CompactingSession(EvictingSession):
+    """A session of a plan whose prefixes can be compacted
+    (runtime/requests/compaction.py). It says what the rows that repeat a prefix attend,
+    and moves the KV pairs that stay as an EvictingSession moves tokens; its pages hold no
+    scores."""
+
+    def run(self, step: StepPlan) -> Float32:
+        """As Session.run. A step that is observed is never a graph."""
+        given = step.observed_attention
+        if given is None:
+            return super().run(step)
+        check_step(step, self.limits)
+        room = self.device.allocate(given.nbytes, "what a step attends")
+        mass = room.view(0, given.shape, FLOAT)
+        tensor_of(mass).zero_()
+        kind = kind_of(step, self.widths)
+        logits = self.launch_alone(step, kind, True, {"mass": mass})
+        given[:] = self.device.fetch(mass)
+        return self.device.fetch(logits)

@@ -53,7 +53,8 @@ from kvlathe.runtime.sessions.torch_cuda.attention import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model import rows
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
 from tests.support.checkpoints import FAMILIES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
