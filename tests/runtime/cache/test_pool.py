@@ -322,7 +322,7 @@ def test_any_slab_holds_a_page_of_every_bucket_and_one_bucket_wastes_nothing(
 
 
 @pytest.mark.parametrize("kind", sorted(GROUPS))
-def test_what_fits_is_granted(kind: str) -> None:
+def test_pages_that_fit_are_granted(kind: str) -> None:
     layout = CacheLayout(plan_of(kind))
     pool = PagePool(layout, 40 * max(layout.page_stride) * len(layout.page_stride))
     demand = pool.worst_pages(5 * PAGE)
