@@ -55,7 +55,7 @@ def engine_of(layers: int) -> Hosted:
 
 
 def seconds(layers: int) -> float:
-    """Of all of them."""
+    """Seconds of all layers together."""
     native = find().native
     if native is None:
         sys.exit("no native library: kvlathe native")
