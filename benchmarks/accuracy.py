@@ -1,4 +1,4 @@
-"""What compression costs, through the engine: the papers' rule against its reference
+"""The price of compression, through the engine: the papers' rule against its reference
 points, and the balanced basis against it.
 
     python -m benchmarks.accuracy [--model DIR ...] [--text F] [--retrieval F]

@@ -1,4 +1,4 @@
-"""What codecs save of real pages, and how fast they are on one core.
+"""Bytes that codecs save of real pages, and their speed on one core.
 
     python -m benchmarks.cold_pages [--model DIR ...] [--only REQUEST ...] [--pages 32]
 
@@ -103,7 +103,7 @@ def codecs(layout: CacheLayout, bucket: int) -> Iterator[tuple[str, Codec]]:
 
 
 def best(work: Callable[[], list[bytes]]) -> tuple[list[bytes], float]:
-    """What ``work`` gives, and the seconds of one core in its fastest round."""
+    """The result of ``work``, and the seconds of one core in its fastest round."""
     done: list[bytes] = []
     seconds = float("inf")
     for _ in range(ROUNDS):

@@ -168,7 +168,7 @@ class Side:
     blocks: tuple[Block, ...]
 
     def through(self, x: Rows) -> Rows:
-        """What comes back of a prompt's rows; the first and last ones as they are."""
+        """Rows of a prompt as they come back; the first and last ones as they are."""
         y = (x - self.mean) @ self.basis
         for block in self.blocks:
             part = slice(block.first, block.first + block.size)

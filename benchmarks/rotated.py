@@ -1,4 +1,4 @@
-"""What one scale a token costs V, before and after its heads are rotated
+"""The error that one scale a token makes in V, before and after its heads are rotated
 (``kvlathe build --backend hf``).
 
     python -m benchmarks.rotated --model DIR

@@ -1,5 +1,5 @@
-"""What pages that travel save: evicted prefixes from the host's memory and from disk,
-swap, and a sequence in another engine, beside computing the same tokens again.
+"""The time that travelling pages save: evicted prefixes from the host's memory and from
+disk, swap, and a sequence in another engine, beside computing the same tokens again.
 
     python -m benchmarks.travel --model DIR [--only REQUEST ...] [--folder DIR] [--rounds 5]
 
@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 class Bench:
-    """Of one engine folder; ``rounds`` of each measurement."""
+    """Times of one engine folder; ``rounds`` of each measurement."""
 
     def __init__(self, engine: Path, folder: Path, rounds: int, threads: int) -> None:
         self.rounds = rounds

@@ -131,7 +131,7 @@ ROWS: dict[str, tuple[str, Change | None]] = {
     "accumulated score, all rows": ("score=accumulated,probe=all", None),
     "ranked by lot": ("", probed(recent=0.1, normalized=False, noise=1e6)),
 }
-"""What is behind ``zipcache:`` and what is then changed of the plan."""
+"""Options behind ``zipcache:`` and what is then changed of the plan."""
 
 
 class PerSequence(HostPages):

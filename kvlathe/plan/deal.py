@@ -90,10 +90,6 @@ class Deal:
         and what the largest shard has more."""
         return CacheLayout(self.plans[0]).bytes_for(tokens)
 
-    def balance(self, tokens: int) -> float:
-        """``taken`` over the mean of ``filled``."""
-        return self.taken(tokens) * self.num_shards / sum(self.filled(tokens))
-
 
 def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal:
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages

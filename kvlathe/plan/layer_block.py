@@ -105,10 +105,6 @@ class LayerBlock:
         return blocks * step // self.plan.page_tokens
 
     @property
-    def block_bytes(self) -> int:
-        return self.token_bytes * self.plan.page_tokens
-
-    @property
     def hot_bytes(self) -> int:
         """Bytes of a hot page; 0 where nothing is sealed."""
         return self._bytes(False)

@@ -123,7 +123,7 @@ def test_at_the_end_of_the_engines_room_there_is_a_remedy(
     assert said[1] == f"[{chat.FULL}]" and said[3].endswith(f"; {chat.FULL}]")
 
 
-def test_what_a_model_writes_is_not_obeyed_by_a_terminal(
+def test_a_terminal_does_not_obey_what_a_model_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

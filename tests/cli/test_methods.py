@@ -43,7 +43,7 @@ def test_the_help_of_a_build_names_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", methods())
-def test_what_is_listed_of_a_method_can_be_asked_for(name: str) -> None:
+def test_listed_options_of_a_method_can_be_asked_for(name: str) -> None:
     """Each option by its default, and by each other value that it has."""
     found = json.loads(ask("methods", name, "--json").stdout)
     assert found["summary"] == methods()[name].summary

@@ -486,7 +486,7 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"compression": "fdc", "calibration_tokens": 64}, "too few"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence_and_leaves_nothing(
+def test_impossible_builds_are_refused_in_a_sentence_and_leave_nothing(
     options: dict[str, Any],
     words: str,
     request_for: Callable[..., BuildConfig],
@@ -576,7 +576,7 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
         ),
     ],
 )
-def test_what_no_model_can_have_is_refused_before_calibration(
+def test_requests_that_no_model_can_have_are_refused_before_calibration(
     compression: str,
     options: dict[str, Any],
     words: str,

@@ -327,7 +327,7 @@ def test_a_graph_whose_attention_is_not_used_is_refused(
 
 
 @needs_rtx
-def test_what_the_parser_refuses_is_said_in_its_words(
+def test_a_refusal_of_tensorrts_parser_is_told_in_its_words(
     exported: Path, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(exported, tmp_path / "broken")

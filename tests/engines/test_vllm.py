@@ -132,7 +132,7 @@ def windowed(plan: CompressionPlan) -> CompressionPlan:
         ("none", {"tensor_parallel_size": 2}, "vllm runs on one device"),
     ],
 )
-def test_what_blocks_cannot_hold_is_refused(
+def test_plans_that_blocks_of_vllm_cannot_hold_are_refused(
     model: Path,
     tmp_path: Path,
     compression: str,

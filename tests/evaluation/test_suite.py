@@ -117,7 +117,7 @@ def test_places_to_continue_are_cut_from_documents() -> None:
     )
 
 
-def test_measures_of_texts() -> None:
+def test_edit_similarity_and_rouge_are_their_formulas() -> None:
     same = ["\n  return x;\nmore", "\nbreak;"]
     assert (
         continuations.edit_similarity(same, ["\n\treturn x;\nless", "\n    break;\n"])

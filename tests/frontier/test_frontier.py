@@ -158,7 +158,7 @@ def test_a_run_that_was_stopped_goes_on(
         (("--retrieval", "nowhere.jsonl"), "cannot be read"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_built(
+def test_a_frontier_that_cannot_be_measured_builds_nothing(
     options: tuple[str, ...],
     words: str,
     tmp_path: Path,

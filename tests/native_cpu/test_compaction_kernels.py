@@ -148,7 +148,7 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_nothing_changes_where_all_pairs_stay(
+def test_compacting_nothing_changes_no_answer_in_the_kernels(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
     ours = in_torch(native, RankingLibrary(native, moving), laws.compacting_plan(kind))
@@ -156,7 +156,7 @@ def test_nothing_changes_where_all_pairs_stay(
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_requests_share_the_pages(
+def test_requests_share_the_pages_of_a_compacted_prefix_in_the_kernels(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
     laws.requests_share_the_pages(

@@ -72,8 +72,9 @@ def bytes_of(array: DeviceArray) -> Tensor:
     return array.memory.tensor[array.offset : array.offset + array.nbytes]
 
 
-def sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Numbers of the host as int64 on a device; waits for nothing."""
+def int64_on(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Numbers of the host as int64 on a device. Nothing waits: a GPU reads them from
+    pinned memory."""
     array = np.ascontiguousarray(numbers, np.int64)
     tensor = torch.from_numpy(array)
     if device.type == "cuda":

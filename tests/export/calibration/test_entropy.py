@@ -50,7 +50,7 @@ def by_the_formula(x: npt.NDArray[np.float64], k: int) -> float:
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 24), (24, 40), (9, 9)])
-def test_it_is_the_papers_formula(n: int, d: int) -> None:
+def test_effective_ranks_are_the_papers_formula(n: int, d: int) -> None:
     x = np.random.default_rng(n).normal(size=(n, d)) * np.exp(-np.arange(d) / 5) + 3.0
     found = eranks(x)
     assert found[ALL] == pytest.approx(by_the_formula(x, d), rel=1e-9)
@@ -61,7 +61,7 @@ def test_it_is_the_papers_formula(n: int, d: int) -> None:
     )
 
 
-def test_closed_forms() -> None:
+def test_effective_ranks_of_a_line_and_of_equal_axes_are_known() -> None:
     d = 16
     line = np.outer(
         np.linspace(-1, 1, 10), np.arange(1, d + 1)

@@ -113,7 +113,9 @@ def error(values: torch.Tensor) -> float:
     return float((coded - values).norm() / values.norm())
 
 
-def test_the_command_writes_it_beside_the_tokenizer(tmp_path: Path) -> None:
+def test_a_rotated_checkpoint_is_written_beside_its_tokenizer_files(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "rotated"
     words = ["--model", str(MODEL), "--output-dir", str(target), "--backend", "hf"]
     done = CliRunner().invoke(build_command, [*words, "--json"])

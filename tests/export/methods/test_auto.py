@@ -335,7 +335,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     assert errors[0] < 0.01 and errors[0] < errors[2]
 
 
-def test_what_it_is_chosen_by_is_shown() -> None:
+def test_a_plan_of_auto_shows_what_it_was_chosen_by() -> None:
     assert (
         evidence(parse("auto"), stats_cases.stats(0), RankOptions(), priced_plan())
         is not None
@@ -385,7 +385,7 @@ def priced_plan() -> CompressionPlan:
         ),
     ],
 )
-def test_what_cannot_be_asked_of_it(
+def test_auto_refuses_options_that_it_chooses_itself(
     asked: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(KvlatheError, match=said):

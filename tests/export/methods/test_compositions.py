@@ -139,7 +139,7 @@ def test_a_ratio_asked_of_a_composition_counts_all_its_bytes(
     )
 
 
-def test_what_fixes_the_bytes_takes_no_ratio(made_up: Stats) -> None:
+def test_methods_that_fix_the_bytes_take_no_ratio(made_up: Stats) -> None:
     with pytest.raises(KvlatheError, match="none of its methods chooses the ranks"):
         plan_of("hack:bits=8", made_up, compression_ratio=0.5)
 

@@ -63,7 +63,7 @@ def test_where_every_head_sees_everything_nothing_changes(made_up: Stats) -> Non
     assert group.life == Window(0, 128)
 
 
-def test_it_composes_with_formats_and_keeps_their_options(made_up: Stats) -> None:
+def test_duo_composes_with_formats_and_keeps_their_options(made_up: Stats) -> None:
     shape = made_up.shape
     losses = [0.0] * (shape.layers * shape.kv_heads)
     losses[1] = 1.0
@@ -81,6 +81,6 @@ def test_a_share_that_is_none_is_refused(text: str) -> None:
         parse(f"duo:share={text}")
 
 
-def test_it_is_not_planned_without_the_model(made_up: Stats) -> None:
+def test_duo_is_not_planned_without_the_model(made_up: Stats) -> None:
     with pytest.raises(KvlatheError, match="it measures the model"):
         compose(parse("duo"), made_up.shape, True, made_up, RankOptions(), FORM)

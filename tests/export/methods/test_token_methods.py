@@ -106,7 +106,7 @@ def test_scaled_channels_are_even_and_change_no_product(
             np.testing.assert_allclose(sizes[1], np.sqrt(sizes[0]), rtol=1e-6)
 
 
-def test_what_a_request_calibrates_on() -> None:
+def test_token_methods_say_what_they_calibrate_on() -> None:
     asked = (
         "zipcache",
         "zipcache:values=token",

@@ -164,7 +164,9 @@ def test_compositions_seal_into_a_cold_bucket_for_each_budget(request_: str) -> 
         ("uncomp+hack:sums=stored", "sums=stored"),
     ],
 )
-def test_what_cannot_be_is_refused(request_: str, said: str) -> None:
+def test_budgets_and_stages_that_cannot_be_are_refused(
+    request_: str, said: str
+) -> None:
     with pytest.raises(KvlatheError, match=said):
         plan(request_)
 
@@ -194,7 +196,7 @@ def test_a_group_that_would_keep_less_than_a_page_is_explained(
         ("uncomp:stages=2,least=4096", "none would leave"),
     ],
 )
-def test_what_no_model_of_this_shape_can_have_is_refused_before_calibration(
+def test_stages_that_no_such_model_can_have_are_refused_before_calibration(
     request_: str, said: str
 ) -> None:
     with pytest.raises(KvlatheError, match=said):

@@ -69,7 +69,7 @@ def tiny(
     return Checkpoint(folder)
 
 
-def test_nothing_is_made_on_another_device(tiny: Checkpoint) -> None:
+def test_every_tensor_is_made_on_the_checkpoints_device(tiny: Checkpoint) -> None:
     sequences = random_sequences(tiny.spec.vocab_size, 96, 0, 48)
     expected = statistics(tiny, sequences)
     plan, basis = plan_of(tiny, expected)
@@ -117,7 +117,7 @@ def test_a_word_names_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(None)
 
 
-def test_one_thing_is_made_ahead_and_what_fails_is_said() -> None:
+def test_folding_makes_one_layer_ahead_and_says_what_fails() -> None:
     """The next one is begun before this one is given, and never the one after."""
     begun: list[int] = []
     finished: list[int] = []

@@ -32,7 +32,7 @@ from tests.support.method_cases import FORM, LATHE
 
 
 @given(st.floats(0, 1), st.floats(0.1, 0.9), st.one_of(st.none(), st.floats(-0.1, 1.1)))
-def test_bisection_finds_the_edge(
+def test_bisection_finds_the_largest_ratio_that_keeps_the_accuracy(
     edge: float, most: float, guess: float | None
 ) -> None:
     """Wherever it begins."""
@@ -107,7 +107,9 @@ def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) 
         assert len(again.asked) == 11 - needed <= len(first.asked)
 
 
-def test_a_plan_that_was_left_is_read_again_once_it_may_do(tmp_path: Path) -> None:
+def test_a_plan_left_early_is_scored_again_for_a_weaker_accuracy(
+    tmp_path: Path,
+) -> None:
     """By what a weaker accuracy needs; and then no more. Scored whole, it was not left."""
     made = tuple(tasks.Question((5,) * (20 - i), (7,)) for i in range(10))
     exam = exams.Exam("retrieval", made)
@@ -250,7 +252,9 @@ def test_accuracy_out_of_reach_names_the_best_there_is(
 @pytest.mark.parametrize(
     "request_name", ["fdc", "fdc+hack:bits=4", "hack", "zack+hack"]
 )
-def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
+def test_plans_of_a_method_remove_the_bytes_that_were_asked(
+    request_name: str, made_up: Stats
+) -> None:
     for family in variants(
         parse(request_name), made_up.shape, True, made_up, RankOptions(), FORM
     ):

@@ -38,6 +38,7 @@ from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.layer import Most  # noqa: E402
 from tests.integrations.vllm import test_calls as played  # noqa: E402
 from tests.native_cpu.test_many_buckets import on_128  # noqa: E402
+from tests.support.block_caches import block_cache  # noqa: E402
 from tests.support.block_cases import plan_of  # noqa: E402
 from tests.support.emulated import AttentionLibrary, emulated_kernels  # noqa: E402
 
@@ -309,11 +310,7 @@ class Graph:
 
 
 def cache_of(engine: Hosted, layer: int) -> Tensor:
-    block = engine.blocks[layer]
-    size = BLOCKS * block.block_bytes
-    room = torch.full((size + 128,), 255, dtype=torch.uint8)
-    start = -room.data_ptr() % 128
-    return room[start : start + size].view(BLOCKS, 1, PAGE, -1)
+    return block_cache(engine.blocks[layer], BLOCKS, fill=255)
 
 
 def test_a_graph_of_a_decode_step_gives_what_its_sequences_give_alone(

@@ -30,7 +30,7 @@ from kvlathe.runtime.sessions.protocols import (
     StepPlan,
 )
 from kvlathe.runtime.sessions.steps import check_step
-from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent, tensor_of
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, int64_on, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.saliency import (
     ranked,
@@ -126,8 +126,8 @@ class EvictingSession(TorchSession):
             observation,
             scores[0],
             scores[1] if self.plan.index.keeps_positions else None,
-            None if one.seen is None else sent(one.seen, self._scores.device),
-            sent(one.keys, self._scores.device),
+            None if one.seen is None else int64_on(one.seen, self._scores.device),
+            int64_on(one.keys, self._scores.device),
         )
         order = ranked(salient, selection.newest)
         for target, own in zip(selection.targets, one.targets, strict=True):
@@ -143,7 +143,7 @@ class EvictingSession(TorchSession):
         places: npt.NDArray[np.int64],
     ) -> None:
         """As Relocation."""
-        known = sent(places, self._scores.device).int()
+        known = int64_on(places, self._scores.device).int()
         self.place(source, pages, target, target_pages, known)
 
     def place(
@@ -187,8 +187,8 @@ class EvictingSession(TorchSession):
         """Copy the tokens ``places`` of a bucket, of the lanes that ``lanes_of`` has, to
         other pages of its layout."""
         device = self._scores.device
-        source_pages = sent(pages, device).int()
-        target_pages = sent(targets, device).int()
+        source_pages = int64_on(pages, device).int()
+        target_pages = int64_on(targets, device).int()
         kept = places.shape[1]
         move = DeviceMove(
             self._fields_of(bucket, lanes_of),
