@@ -94,9 +94,8 @@ class CudaLayer(Layer):
         """The step with the page ids of this layer's span."""
         lasting, passing = self.span.offsets
         hot = step.hot + lasting
-        if (
-            not step.inputs.kind.decode
-        ):  # one row begins or fills a page, and never both
+        # A row of a decode step begins or fills a page, and never both.
+        if not step.inputs.kind.decode:
             is_passing = step.hot >= self.span.hot_pages
             hot = torch.where(is_passing, step.hot + passing, hot)
         return step.in_layer(self.held, step.blocks + self.span.first_block, hot)

@@ -132,7 +132,7 @@ class Spread:
             part.page_table, part.page_table_stride = table.data_ptr(), table.shape[1]
             part.fresh = form.fresh[b]
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
-            part.sight = window
+            part.window = window
         shared = self.step.copies_of
         return Prompts(
             self.prompts.data_ptr(),
