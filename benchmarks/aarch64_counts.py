@@ -1,5 +1,5 @@
-"""How many instructions attention of a decode step takes on aarch64, for each cached
-token and row: counted under qemu, not timed.
+"""Instructions that attention of a decode step takes on aarch64, for each cached token
+and row: counted under qemu, not timed.
 
     apt-get install g++-aarch64-linux-gnu qemu-user
     python -m benchmarks.aarch64_counts [--formats 16 8 4 3 2]
@@ -38,7 +38,7 @@ MACHINES = {
 def instructions(
     plan: CompressionPlan, context: int, processor: str, isa: int, folder: Path
 ) -> int:
-    """Of one process that computes one step."""
+    """Instructions of one process that computes one step."""
     steps, found = Steps(plan, context, 1, 32, 1, 0, []), folder / "count"
     options = ("-plugin", f"{folder / 'count.so'},out={found}")
     guest = Guest(processor, folder, *options)

@@ -1,4 +1,4 @@
-"""What compression costs, through the engine: the papers' rule against its reference
+"""The price of compression, through the engine: the papers' rule against its reference
 points, and the balanced basis against it.
 
     python -m benchmarks.accuracy [--model DIR ...] [--text F] [--retrieval F]
@@ -33,7 +33,7 @@ from benchmarks.support.options import several_models, table_and_json
 from benchmarks.support.remembering import Remembering
 from kvlathe.base.console import cell
 from kvlathe.engines.build import build, calibrate_to
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
 
@@ -105,7 +105,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "engine"
         return LLM.load(
             build(
-                BuildRequest(self.model, folder, compression, use_cache=False, **asked)
+                BuildConfig(self.model, folder, compression, use_cache=False, **asked)
             )
         )
 

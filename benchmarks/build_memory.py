@@ -57,7 +57,7 @@ BUILD = """
 import dataclasses, json, sys
 from pathlib import Path
 from kvlathe.base import console
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.phases import recorded
 console.setup("info")
 fields, gigabytes, result = json.loads(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
@@ -66,7 +66,7 @@ if gigabytes:
     whole = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / whole)
 with recorded() as phases:
-    build(BuildRequest(**fields))
+    build(BuildConfig(**fields))
 result.write_text(json.dumps([dataclasses.asdict(phase) for phase in phases]))
 """
 

@@ -98,7 +98,7 @@ class Step:
         return args
 
     def seconds(self, replays: int) -> float:
-        """Of one call; the answers are there afterwards."""
+        """Seconds of one call; the answers are there afterwards."""
         for one in self.args:
             one.stream = torch.cuda.current_stream().cuda_stream
         self.library.plan(self.args)

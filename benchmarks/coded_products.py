@@ -78,7 +78,7 @@ def multiply_of(form: str, rows: NativeRows) -> Multiply:
 
 @torch.inference_mode()
 def microseconds(multiply: Multiply, x: Tensor, weights: list[Any]) -> float:
-    """Of one product: the best of 5 times 10 replays."""
+    """Microseconds of one product: the best of 5 times 10 replays."""
     graph = graph_of(lambda i: multiply(x, weights[i]), len(weights))
     graph.replay()
     best = min(repeated(graph.replay, 10) for _ in range(5))

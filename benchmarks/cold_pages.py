@@ -1,4 +1,4 @@
-"""What codecs save of real pages, and how fast they are on one core.
+"""Bytes that codecs save of real pages, and their speed on one core.
 
     python -m benchmarks.cold_pages [--model DIR ...] [--only REQUEST ...] [--pages 32]
 
@@ -29,7 +29,7 @@ from benchmarks.support.commands import DATA
 from benchmarks.support.options import several_models, table_and_json
 from kvlathe.base.console import log
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.cold import ZstdPages
@@ -59,7 +59,7 @@ def pages_of(
     model: Path, request: str, folder: Path
 ) -> tuple[CacheLayout, int, list[bytes]]:
     """The layout, a bucket, and that bucket's pages after text went through."""
-    built = build(BuildRequest(model, folder / "engine", request, workers=1))
+    built = build(BuildConfig(model, folder / "engine", request, workers=1))
     kept: dict[int, list[bytes]] = {}
     with LLM.load(built, threads=1) as llm:
         release = llm.pool.release
@@ -103,7 +103,7 @@ def codecs(layout: CacheLayout, bucket: int) -> Iterator[tuple[str, Codec]]:
 
 
 def best(work: Callable[[], list[bytes]]) -> tuple[list[bytes], float]:
-    """What ``work`` gives, and the seconds of one core in its fastest round."""
+    """The result of ``work``, and the seconds of one core in its fastest round."""
     done: list[bytes] = []
     seconds = float("inf")
     for _ in range(ROUNDS):

@@ -1,5 +1,5 @@
-"""What attention of a decode step costs on the CPU: the native op alone, every layer of
-a model, over a random cache.
+"""The price of a decode step's attention on the CPU: the native op alone, every layer
+of a model, over a random cache.
 
     kvlathe native
     python -m benchmarks.cpu_attend [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
@@ -190,7 +190,8 @@ class Steps:
         )  # fmt: skip
 
     def seconds(self, repeats: int) -> list[float]:
-        """Of a step in each library: the sum over layers of the lowest tenth."""
+        """Seconds of a step in each library: the sum over layers of the lowest
+        tenth."""
         times = np.empty((len(self.sides), len(self.sides[0]), repeats))
         for turn in range(repeats):
             sides = list(enumerate(self.sides))

@@ -134,7 +134,7 @@ def reads(path: Path, threads: int) -> Runner:
 
 
 def weight_bytes(path: Path) -> int:
-    """Of the matrices that each token is multiplied with."""
+    """Bytes of the matrices that each token is multiplied with."""
     import onnx
 
     [file] = path.glob("*.onnx")

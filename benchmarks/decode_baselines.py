@@ -1,4 +1,4 @@
-"""What our decode attention is compared with, in one run on the same pages: one layer,
+"""Our decode attention beside others, in one run on the same pages: one layer,
 on one GPU.
 
   python3 -m benchmarks.decode_baselines --library build/native/libkvlathe.so
@@ -200,8 +200,8 @@ class Bench:
         problem: Problem | CodesProblem,
         calls: Iterable[tuple[Call, str]],
     ) -> tuple[float, tuple[float, float], str]:
-        """Of several ways to the same answer, checked before they are timed; some may
-        need too much shared memory."""
+        """The fastest of several ways to the same answer, checked before they are
+        timed; some may need too much shared memory."""
         from triton.runtime.errors import OutOfResources
 
         found, reference, sequences = [], None, sorted({0, case.batch - 1})
@@ -335,7 +335,7 @@ class Bench:
 
 
 Wanted = tuple[str, int, str, bool]
-"""Of a Triton kernel: form, bits, sums, whether ranks go beyond 64."""
+"""A Triton kernel: form, bits, sums, whether ranks go beyond 64."""
 
 
 def tunings(form: str) -> list[Tuning]:

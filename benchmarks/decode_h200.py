@@ -38,7 +38,9 @@ from benchmarks.support.gpu import STEPS, lengths_of, ranks_of, seconds_a_call
 from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Library
 from tests.native.problem import Problem
@@ -97,14 +99,14 @@ def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) ->
     tables = problem.tables if isinstance(problem, CodesProblem) else [problem.table]
     plan, layers, batch = problem.layout.plan, len(problem.ranks), len(problem.q[0])
     cuda = CudaLibrary(Native.load(library.path))
-    attention = Attention(
+    attention = Attention.of_plan(
         cuda, plan, [problem.scale] * layers, problem.pool.view(torch.uint8), batch
     )
     lengths = problem.length_tensor.view(batch, -1).clone()
     lengths[:, 0] -= 1
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-    step = StepInputs(starts, lengths, tables, True, batch)
-    spread = attention.spread(step, batch)
+    step = StepInputs(starts, lengths, tables, StepKind(True, batch))
+    calls = attention.prepare(step, batch)
 
     def random_(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(problem.q[0].dtype)
@@ -124,8 +126,8 @@ def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) ->
 
     def call(i: int) -> None:
         if i == 0:
-            attention.plan_calls(spread)
-        attention.run(spread, i, q, k, rows[i][0], angles, rows[i][1])
+            attention.plan_calls(calls)
+        attention.run(calls, i, q, k, rows[i][0], angles, rows[i][1])
 
     return seconds_a_call(call, layers, replays)
 

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvlathe.base.console import print_table, progress
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda
 from kvlathe.export.families import FAMILIES as KNOWN
 from kvlathe.export.model.spec import read_spec
@@ -37,15 +37,15 @@ from tests.support.checkpoints import FAMILIES, make
 
 TOKENS = 150
 MOST = 1e-3
-"""Of a logit's difference."""
+"""The largest difference of a logit that counts as none."""
 COMPRESSED = "fdc+hack:bits=8"
 RATE = 0.01
-"""Of removal: nothing of random weights can be spared."""
+"""The removal rate: nothing of random weights can be spared."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Of one checkpoint: what was measured, or why its type is refused."""
+    """One checkpoint: what was measured, or why its type is refused."""
 
     model_type: str
     identity: float = 0.0
@@ -62,10 +62,10 @@ class Tried:
 def logits_of(
     folder: Path, engine: Path, compression: str, ids: list[int]
 ) -> np.ndarray:
-    """Of an engine over its pages."""
+    """Logits of an engine over its pages."""
     bits = 32 if compression == "none" else 16
     rate = None if compression == "none" else RATE
-    request = BuildRequest(
+    request = BuildConfig(
         folder, engine, compression, rate, kv_bits=bits, use_cache=False
     )
     with LLM.load(build(request)) as llm:
@@ -105,7 +105,7 @@ def measured(name: str, folder: Path) -> Tried:
 
 
 def plain_difference(folder: Path, ids: list[int], expected: np.ndarray) -> float:
-    """Of the decoder itself, without pages."""
+    """The largest difference of the decoder's own logits, without pages."""
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.search.measured import uncompressed
 
@@ -114,7 +114,7 @@ def plain_difference(folder: Path, ids: list[int], expected: np.ndarray) -> floa
 
 
 def refused(model_type: str, folder: Path) -> Tried:
-    """What is said of a type that is not among ours, from its default configuration."""
+    """The refusal of a type that is not among ours, from its default configuration."""
     try:
         config = CONFIG_MAPPING[model_type]().to_dict()
     except Exception:  # each family validates in its own way
@@ -152,7 +152,7 @@ def type_of(prefix: str) -> str:
 
 
 def rows_of(tried: list[Tried]) -> list[list[str]]:
-    """Of the types that work, by name."""
+    """Types that work, by name."""
     rows: list[list[str]] = []
     for one in sorted(tried, key=lambda x: x.model_type):
         if not one.refused:

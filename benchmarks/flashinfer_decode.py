@@ -75,7 +75,7 @@ class Cache:
         return kept + 2 * self.q.numel() * 2
 
     def error(self) -> float:
-        """Of the last sequence's answer, relative."""
+        """The error of the last sequence's answer, relative."""
         a, page = self.a, self.copies[0][self.table[-1].long()].float()
         k, v = (
             page[:, i].transpose(0, 1).reshape(a.heads, -1, a.dim)[:, : self.tokens]

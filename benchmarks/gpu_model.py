@@ -31,7 +31,8 @@ REACHED = {16: 0.96, 8: 0.88, 4: 0.88, 2: 0.88}
 FIXED = {16: 12e-6, 8: 17e-6, 4: 17e-6, 2: 17e-6}
 """Seconds of a call before and after its bytes, on the H200. They are latencies."""
 INSTRUCTIONS = {4: 705, 2: 600}
-"""Of a warp for a page of 64 tokens of one head. Calls of 16 and 8 bit wait for bytes."""
+"""Instructions of a warp for a page of 64 tokens of one head. Calls of 16 and 8 bit
+wait for bytes."""
 ISSUED = 2.32
 """Instructions a cycle and multiprocessor, with the warps that an H200 holds."""
 KV_HEADS, PAGE_TOKENS = 8, 64

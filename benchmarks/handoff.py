@@ -1,4 +1,4 @@
-"""What handing a prompt's pages from one GPU to another takes, over HTTP with NVIDIA
+"""The time in which a prompt's pages go from one GPU to another, over HTTP with NVIDIA
 Dynamo: one worker computes prompts, another one what follows, beside one that does both.
 
     python3 -m benchmarks.handoff out/none out/hack4 --prompts 8192 8222 --new 128

@@ -33,7 +33,7 @@ from benchmarks.support.commands import DATA
 from benchmarks.support.options import several_models, table_and_json
 from kvlathe.base.console import log
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.export.model.spec import read_spec
 from kvlathe.plan.codec import matrices
 from kvlathe.runtime.cache.cold import ZstdPages
@@ -168,7 +168,7 @@ class Side:
     blocks: tuple[Block, ...]
 
     def through(self, x: Rows) -> Rows:
-        """What comes back of a prompt's rows; the first and last ones as they are."""
+        """Rows of a prompt as they come back; the first and last ones as they are."""
         y = (x - self.mean) @ self.basis
         for block in self.blocks:
             part = slice(block.first, block.first + block.size)
@@ -280,7 +280,7 @@ def windows_of(llm: LLM, name: str, count: int) -> list[list[int]]:
 def engine(model: Path, request: str, folder: Path) -> LLM:
     name, _, ratio = request.partition("@")
     share = float(ratio) if ratio else None
-    asked = BuildRequest(model, folder, name, compression_ratio=share)
+    asked = BuildConfig(model, folder, name, compression_ratio=share)
     return LLM.load(build(asked))
 
 

@@ -31,8 +31,8 @@ from benchmarks.support.commands import DATA
 from benchmarks.support.options import several_models
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
-from kvlathe.export.methods.registry import calibration
+from kvlathe.engines.config import BuildConfig
+from kvlathe.export.methods.compression import parse
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import tasks
@@ -60,8 +60,8 @@ class Context:
 
 
 def contexts(llm: LLM, count: int, tokens: int, questions: int) -> list[Context]:
-    """Of ``tokens`` tokens or a few more, in lines whose names do not repeat; the same
-    for every engine of a model."""
+    """A context of ``tokens`` tokens or a few more, in lines whose names do not repeat;
+    the same for every engine of a model."""
     made: list[Context] = []
     for seed in range(count):
         rng = np.random.default_rng(seed)
@@ -112,7 +112,7 @@ def retrieval(llm: LLM, all_of: list[Context], reused: bool) -> float:
 
 
 def loss_behind(llm: LLM, windows: list[list[int]], first: int) -> float:
-    """Of the tokens from ``first`` + 1 on."""
+    """The mean loss of the tokens from ``first`` + 1 on."""
     each: list[float] = []
     for window in windows:
         rows = range(first, len(window) - 1)
@@ -122,7 +122,7 @@ def loss_behind(llm: LLM, windows: list[list[int]], first: int) -> float:
 
 
 class Bench:
-    """Of one model: its engines, and what the whole prefix gives."""
+    """One model: its engines, and what the whole prefix gives."""
 
     def __init__(self, model: Path, tokens: int, count: int) -> None:
         self.model, self.tokens, self.count = model, tokens, count
@@ -141,11 +141,9 @@ class Bench:
         """Build and load an engine; kept for the bench's life."""
         folder = self.folder / request.replace(":", "_").replace("=", "_")
         if not folder.exists():
-            source = calibration(request)
+            source = parse(request).calibration
             own = None if source == "random" else source
-            build(
-                BuildRequest(self.model, folder, compression=request, calibration=own)
-            )
+            build(BuildConfig(self.model, folder, compression=request, calibration=own))
         share = not request.startswith(BUDGETED)
         return LLM.load(folder, share_prefixes=share, verify=False)
 

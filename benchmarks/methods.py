@@ -31,9 +31,9 @@ from benchmarks.support.palu import low_rank_checkpoint
 from benchmarks.support.remembering import Remembering
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.evaluation.evaluate import evaluate
-from kvlathe.export.methods.registry import calibration
+from kvlathe.export.methods.compression import parse
 from kvlathe.plan.memory import bytes_left
 from kvlathe.runtime.llm import LLM
 
@@ -136,8 +136,8 @@ class Bench:
     def engine(self, model: Path, request: str, bits: KvBits | None = None) -> LLM:
         self.built += 1
         request, _, ratio = request.partition("@")
-        kind = calibration(request)
-        request_of = BuildRequest(
+        kind = parse(request).calibration
+        request_of = BuildConfig(
             model,
             self.folder / f"engine{self.built}",
             request,

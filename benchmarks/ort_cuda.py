@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.support.commands import parser_of
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import StepPlan
 
@@ -86,7 +86,7 @@ def main() -> None:
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         for backend, device in (("onnxruntime", "cuda"), ("cuda", None)):
-            asked = BuildRequest(
+            asked = BuildConfig(
                 a.model,
                 Path(scratch) / backend,
                 a.compression,

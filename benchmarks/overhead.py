@@ -1,4 +1,4 @@
-"""What scheduling, sampling and HTTP cost beside the bare loop of steps.
+"""The price of scheduling, sampling and HTTP beside the bare loop of steps.
 
   python3 -m benchmarks.overhead out/hack4 --loads 64x2000+128 16x7600+256
 
@@ -77,7 +77,7 @@ class Spent:
         return self.prompts + self.decode
 
     def row(self, bare: Spent, answer: int) -> dict[str, float]:
-        """What the table shows, for answers of ``answer`` tokens."""
+        """A row of the table, for answers of ``answer`` tokens."""
         return {
             "prompts_s": self.prompts,
             "decode_s": self.decode,
@@ -91,7 +91,7 @@ class Spent:
 # -- the bare loop ---------------------------------------------------------------------
 @contextmanager
 def recorded(session: object) -> Generator[list[Call]]:
-    """What a session is asked for while the block runs, in order."""
+    """Calls that a session gets while the block runs, in order."""
     calls: list[Call] = []
     for name in CALLS:
         setattr(session, name, partial(_noted, calls, name, getattr(session, name)))
@@ -147,7 +147,7 @@ def _land(flight: Any) -> list[Landed]:  # noqa: ANN401
 
 
 def greedy_of(calls: list[Call]) -> dict[int, SamplingRows]:
-    """What rows of each number ask for that is among the calls."""
+    """The greedy rows of each number that is among the calls."""
     request = Request(Sampler(SamplingParams()), [], 0)
     counts = {len(step.logit_rows) for step in steps_of(calls)}
     return {count: rows_of([request] * count) for count in counts}
@@ -232,7 +232,7 @@ def in_process(llm: LLM, shape: Shape) -> tuple[Spent, Spent, float | None]:
 
 
 Answered = dict[str, Spent | str]
-"""Of each load, seconds or what failed."""
+"""Seconds of each load, or what failed."""
 
 
 def all_over_http(

@@ -44,7 +44,7 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 BASELINES = "benchmarks.decode_baselines"
 LOOK_SECONDS = 0.02
 POSITIONS = 8192
-"""Of the model that UNComp measured: its stages go down from there."""
+"""Positions of the model that UNComp measured: its stages go down from there."""
 LONG = 16_896
 """Tokens of the longest sequence of a measurement, in whole chunks."""
 GIGA = 1e9
@@ -60,7 +60,7 @@ BUILDS = {
     "kivi": ("kivi:bits=2",),
     "fdc": ("fdc", "--compression-ratio", "0.5"),
 }
-"""What each engine is built with. ``all-rows`` ranks as MiKV does."""
+"""Options that each engine is built with. ``all-rows`` ranks as MiKV does."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ COMPARED = {"measurement": 16, "what": 36, "ours": 8, "theirs": 14}
 # -- engines ---------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Builds:
-    """Where engines come from. ``flags``: for every build."""
+    """The folder that engines come from. ``flags``: for every build."""
 
     model: Path
     folder: Path
@@ -232,7 +232,7 @@ def watched(llm: LLM) -> Generator[dict[str, int]]:
 
 
 def measured(llm: LLM, folder: Path, shape: Shape) -> Row:
-    """What a load of an engine takes."""
+    """Time and memory that a load takes an engine."""
     count, prompt, new = shape
     llm.session.warm_up()
     for before in warmed(shape):
@@ -265,8 +265,8 @@ def rows_computed(llm: LLM, prompt: int) -> float:
 
 
 def room(llm: LLM, size: int, tokens: int, prompt: int) -> int:
-    """How many sequences of ``tokens`` tokens fit a cache of ``size`` bytes at their
-    fullest."""
+    """The number of sequences of ``tokens`` tokens that fit a cache of ``size`` bytes
+    at their fullest."""
     pool = PagePool(llm.layout, size)
     pages, count = pool.worst_pages(tokens, prompt), 1
     while pool.fits([pages] * (count + 1)):
@@ -304,8 +304,8 @@ def rows_of(
 def answered(
     folder: Path, wanted: Measurement, size: int, settings: Settings
 ) -> tuple[Row, int]:
-    """What the load takes an engine, and the bytes that sequences are counted in: ``size``,
-    or those of the first engine where it is 0."""
+    """Time and memory that the load takes an engine, and the bytes that sequences are
+    counted in: ``size``, or those of the first engine where it is 0."""
     count, prompt, new = wanted.load
     with LLM.load(folder, **asdict(settings)) as llm:
         if wanted.sequences:

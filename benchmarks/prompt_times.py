@@ -1,4 +1,4 @@
-"""How long prompts take in built engines, through ``LLM.generate``: alone and several at
+"""Seconds of prompts in built engines, through ``LLM.generate``: alone and several at
 once.
 
     python3 -m benchmarks.prompt_times none=out/none window=out/window \\

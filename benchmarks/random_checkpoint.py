@@ -51,7 +51,7 @@ SHAPES = {
         "num_attention_heads": 64,
     },
 }
-"""What differs from ``CONFIG``."""
+"""Fields that differ from ``CONFIG``."""
 LAYERS_A_SHARD = 2
 """Few, so that ``AT_ONCE`` files of the 70B shape fit the host."""
 AT_ONCE = 8

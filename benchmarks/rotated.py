@@ -1,4 +1,4 @@
-"""What one scale a token costs V, before and after its heads are rotated
+"""The error that one scale a token makes in V, before and after its heads are rotated
 (``kvlathe build --backend hf``).
 
     python -m benchmarks.rotated --model DIR
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.support.commands import DATA, parser_of
 from kvlathe.base.console import print_table
-from kvlathe.engines.build import BuildRequest, rotate
+from kvlathe.engines.build import BuildConfig, rotate
 
 LARGER = 20.0
 COLUMNS = ("checkpoint", "bits", "relative error of V", "perplexity", "ratio")
@@ -119,7 +119,7 @@ def main() -> None:
         if given.outliers:
             before = Path(scratch) / "outliers"
             with_outliers(given.model, before, given.outliers)
-        rotate(BuildRequest(before, after, backend="hf"))
+        rotate(BuildConfig(before, after, backend="hf"))
         for folder in (before, after):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             plain = measured(model.eval(), windows, 0)[1]

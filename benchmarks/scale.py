@@ -1,4 +1,5 @@
-"""Which shape of a cluster for how many users: a simulation, fed with measured step times.
+"""The best shape of a cluster for so many users: a simulation, fed with measured step
+times.
 
   python -m benchmarks.scale
   python -m benchmarks.scale --trace cocktail --gpus 16 --links 10 400 --hits 0 0.9
@@ -39,8 +40,9 @@ UNKNOWN, KNOWN = 2.0, 1.12
 
 @dataclass(frozen=True)
 class Load:
-    """Who asks what. ``interval``: seconds between two requests of a user. ``hit``: the
-    share of a prompt that is cached where it is computed. ``seconds``: of a run."""
+    """The requests of all users. ``interval``: seconds between two requests of a user.
+    ``hit``: the share of a prompt that is cached where it is computed. ``seconds``: of
+    a run."""
 
     trace: Trace
     interval: float

@@ -51,7 +51,7 @@ ANSWER = 64
 """Tokens of each, when steps are timed."""
 
 HANDED = re.compile(r"(\S+) bytes of \d+ tokens came .*, (\S+) ms with the digests")
-"""Of the decode worker's log."""
+"""Transfers in the decode worker's log."""
 
 STEP_TOKENS = 512
 BESIDE = 512
@@ -73,7 +73,7 @@ class Case:
     seeds: Iterator[int] = field(default_factory=itertools.count)
 
     def step_rows(self) -> list[Row]:
-        """What steps take as clients see it, while all servers are asked the same."""
+        """Steps as clients see them, while all servers are asked the same."""
         if self.handed is not None:
             return split_steps(self.urls[0], self.seeds)
         with ThreadPoolExecutor(len(self.urls)) as threads:
@@ -128,7 +128,7 @@ def steps_of(url: str, seeds: Iterator[int]) -> list[Row]:
 
 
 def split_steps(url: str, seeds: Iterator[int]) -> list[Row]:
-    """Of two workers, each while the other has work of its own kind."""
+    """Steps of two workers, each while the other has work of its own kind."""
     answering = partial(burst, url, 1, 64, 16)
     prompting = partial(first_token, url, PROMPT_SIZES[-1])
     with meanwhile(lambda: answering(next(seeds))):
@@ -189,7 +189,7 @@ def summary(
 def real(
     urls: list[str], requests: list[Request], due: list[float]
 ) -> tuple[list[float], int]:
-    """What clients saw, and how many requests failed."""
+    """Times that clients saw, and how many requests failed."""
     outcomes = asyncio.run(ask(urls, model_of(urls[0]), requests, due))
     good = [each for each in outcomes if each.ended and not each.error]
     first = [each.first_token_seconds for each in good]

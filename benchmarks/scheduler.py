@@ -1,5 +1,5 @@
-"""What a step costs before and after the model: schedule, pages, step arrays, commit. A
-session that computes nothing.
+"""The price of a step before and after the model: schedule, pages, step arrays, commit.
+A session that computes nothing.
 
 python -m benchmarks.scheduler [--steps 200] [--context 2048]
 

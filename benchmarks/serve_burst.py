@@ -1,4 +1,4 @@
-"""What servers do with many requests at once, over HTTP: tokens a second, time to the
+"""Servers with many requests at once, over HTTP: tokens a second, time to the
 first token, time between tokens, sequences that run.
 
   python3 -m benchmarks.serve_burst out/engine --loads 64x2000+128 16x7600+256 1x7600+256
@@ -67,7 +67,7 @@ COLUMNS = {
     "per_token_p99": 14,
     "most_running": 13,
 }
-"""What a row shows, in so many characters. ``between_tokens``: seconds from one piece
+"""Columns of a row, in so many characters. ``between_tokens``: seconds from one piece
 of an answer to the next, however many tokens it has; ``per_token``: from an answer's
 first piece to its last, divided by its further tokens."""
 
@@ -77,7 +77,8 @@ class Failed(Exception):
 
 
 def command_of(target: str, port: int, extra: list[str]) -> list[str]:
-    """What starts the server of an engine's folder, or the given command."""
+    """The command that starts the server of an engine's folder, or the given
+    command."""
     if "{port}" in target:
         return shlex.split(target.replace("{port}", str(port)))
     command = [sys.executable, "-m", "kvlathe", "serve", target, "--port", str(port)]
@@ -210,7 +211,7 @@ def measure(url: str, shape: Shape, seed: int) -> dict[str, Any]:
 def rows_of(
     server: str, shapes: dict[str, Shape], extra: list[str], logs: Path | None
 ) -> Generator[dict[str, Any]]:
-    """What one server does with each load; one row where it does not start."""
+    """Rows of one server, one a load; one row where it does not start."""
     named = NAMED.match(server)
     target = server[named.end() :] if named else server
     name = named[1] if named else Path(target).name

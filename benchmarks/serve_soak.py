@@ -35,7 +35,7 @@ from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
 CLOSE = 1e-3
-"""Of two logits, for which float rounding may choose."""
+"""The distance of two logits between which float rounding may choose."""
 
 
 def requests_of(engine: Path, count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -169,9 +169,9 @@ def compare(llm: LLM, jobs: list, seen: list[tuple[int, str]]) -> Counter[str]:
 def parted(
     llm: LLM, job: tuple[list[int], SamplingParams], answer: Answer, text: str
 ) -> str:
-    """How an answer that differs from the one alone does: of a greedy request, whether
-    the first token that differs was a choice between two that are ``CLOSE``, alone; of
-    a sampled one, nothing more is asked (it counts as not exact)."""
+    """The way in which an answer differs from the one alone: of a greedy request,
+    whether the first token that differs was a choice between two that are ``CLOSE``,
+    alone; of a sampled one, nothing more is asked (it counts as not exact)."""
     prompt, params = job
     if params.temperature:
         return "sampled"

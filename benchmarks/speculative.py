@@ -1,4 +1,4 @@
-"""What speculation gains, and what it costs where nothing repeats.
+"""The gain of speculation, and its price where nothing repeats.
 
     python -m benchmarks.speculative ENGINE ... [--speculative ngram|DRAFT_ENGINE] [--rounds 5]
     [--new-tokens 192] [--threads 2]
@@ -117,7 +117,8 @@ def measure(
 
 
 def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several texts: speeds and ratios as their mean, counts as their sum."""
+    """One row of several texts: speeds and ratios as their mean, counts as their
+    sum."""
     mean = {
         name: statistics.mean(row[name] for row in rows)
         for name in ("off", "on", "ratio")

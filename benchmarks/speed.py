@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.support.options import one_model
 from kvlathe.base.console import err, print_table
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.export.calibration.calibrate import calibrate
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.llm import LLM
@@ -159,7 +159,7 @@ def measure(
     result["calibrate_tokens"] = stats.tokens
     stats.save(scratch / "stats.npz")
     request: dict[str, Any] = {"model": model, "use_cache": False, "workers": threads}
-    compressed = BuildRequest(
+    compressed = BuildConfig(
         **request,
         output_dir=scratch / "compressed",
         compression="fdc",
@@ -167,7 +167,7 @@ def measure(
         stats=scratch / "stats.npz",
     )
     result["export_and_build_seconds"], _ = seconds(lambda: build(compressed))
-    build(BuildRequest(**request, output_dir=scratch / "none"))
+    build(BuildConfig(**request, output_dir=scratch / "none"))
 
     engines = {
         name: LLM.load(scratch / name, threads=threads)

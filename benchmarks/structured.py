@@ -1,4 +1,4 @@
-"""What structured answers cost: a mask by itself, and answers with and without one.
+"""The price of structured answers: a mask by itself, and answers with and without one.
 
 ``python -m benchmarks.structured --engine E [--tokenizer tokenizer.json]``
 ``--tokenizer``: of which vocabulary masks are timed; the engine's by default.

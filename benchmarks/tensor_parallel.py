@@ -108,7 +108,8 @@ def measure(options: argparse.Namespace, num_shards: int) -> dict[str, Any]:
     filled = dealt.filled(options.context)
     found["kv_bytes_by_rank"] = list(filled)
     found["kv_worst_over_mean"] = max(filled) * num_shards / sum(filled)
-    found["page_bytes_over_mean"] = dealt.balance(options.context)
+    pages = dealt.taken(options.context)
+    found["page_bytes_over_mean"] = pages * num_shards / sum(filled)
     return found
 
 

@@ -38,7 +38,7 @@ from benchmarks.support.recall import DIGITS, Records, slices
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of its training."""
+    """Sizes of the model and of its training."""
 
     vocab: int = 8192
     width: int = 384
@@ -117,8 +117,8 @@ class Batches(IterableDataset):
 # -- training --------------------------------------------------------------------------
 @dataclass
 class Progress:
-    """How far a training is: of its steps, or of its seconds. ``ends``: the share at
-    which it ends."""
+    """The share of a training that is done: of its steps, or of its seconds. ``ends``:
+    the share at which it ends."""
 
     steps: int | None
     seconds: float
@@ -134,7 +134,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Of the largest learning rate: a short rise, and a fall over the last
+        """A share of the largest learning rate: a short rise, and a fall over the last
         ``FALL``."""
         rise = (self.step + 1) / 100
         return max(0.0, min(1.0, rise, (self.ends - self.share) / FALL))
@@ -311,7 +311,7 @@ def write_exams(folder: Path, corpus: Corpus, asked: list[dict[str, str]]) -> No
 def share_answered(
     model: Qwen3ForCausalLM, encoder: Tokenizer, asked: list[dict[str, str]]
 ) -> float:
-    """Of the questions as they were written."""
+    """The share of the questions, as they were written, that are answered right."""
     right = []
     for question in asked:
         ids = np.array([encoder.encode(question["prompt"] + question["answer"]).ids])

@@ -1,5 +1,5 @@
-"""What pages that travel save: evicted prefixes from the host's memory and from disk,
-swap, and a sequence in another engine, beside computing the same tokens again.
+"""The time that travelling pages save: evicted prefixes from the host's memory and from
+disk, swap, and a sequence in another engine, beside computing the same tokens again.
 
     python -m benchmarks.travel --model DIR [--only REQUEST ...] [--folder DIR] [--rounds 5]
 
@@ -24,7 +24,7 @@ import click
 from benchmarks.support.commands import DATA
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.runtime.cache.block_store import HostStore, StoreSizes
 from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.pool import PagePool
@@ -51,7 +51,7 @@ COLUMNS = (
 
 
 class Bench:
-    """Of one engine folder; ``rounds`` of each measurement."""
+    """Times of one engine folder; ``rounds`` of each measurement."""
 
     def __init__(self, engine: Path, folder: Path, rounds: int, threads: int) -> None:
         self.rounds = rounds
@@ -216,7 +216,7 @@ def main(
     for request in only:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             made = Path(name)
-            engine = build(BuildRequest(model, made / "engine", request, workers=1))
+            engine = build(BuildConfig(model, made / "engine", request, workers=1))
             bench = Bench(engine, made / "disk", rounds, threads)
             rows = [bench.row(length) for length in LENGTHS]
             title = f"{model.name}, {request}, ms until the first token"

@@ -30,8 +30,8 @@ from benchmarks.support.options import one_model, table_and_json, tell
 from benchmarks.support.remembering import Remembering
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.planning import bytes_per_token
-from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -127,7 +127,7 @@ class Bench:
 
     def engine(self, request: str, **asked: Any) -> LLM:  # noqa: ANN401
         folder = Path(tempfile.mkdtemp(dir=self.home)) / "engine"
-        made = BuildRequest(
+        made = BuildConfig(
             self.model,
             folder,
             request,

@@ -23,6 +23,7 @@ from kvlathe.runtime.native.library import find
 from kvlathe_vllm.cuda import CudaLayer
 from kvlathe_vllm.hosted import Hosted
 from kvlathe_vllm.layer import Most
+from tests.support.block_caches import block_cache
 from tests.support.host_device import HostLibrary
 
 PAGE, BLOCKS, HEADS, DIMS = 64, 4, 8, 128
@@ -54,17 +55,14 @@ def engine_of(layers: int) -> Hosted:
 
 
 def seconds(layers: int) -> float:
-    """Of all of them."""
+    """Seconds of all layers together."""
     native = find().native
     if native is None:
         sys.exit("no native library: kvlathe native")
     engine, library = engine_of(layers), SilentLibrary(native)
     start = time.perf_counter()
     for layer in range(layers):
-        size = BLOCKS * engine.blocks[layer].block_bytes
-        room = torch.zeros(size + 128, dtype=torch.uint8)
-        first = -room.data_ptr() % 128
-        cache = room[first : first + size].view(BLOCKS, 1, PAGE, -1)
+        cache = block_cache(engine.blocks[layer], BLOCKS)
         CudaLayer(engine, layer, cache, MOST, 1.0, torch.float16, library)
     return time.perf_counter() - start
 

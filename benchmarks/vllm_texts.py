@@ -24,7 +24,7 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks.tasks import FolderEncoder
 
 LENGTHS = (3, 64, 200, 641, 130, 1000)
-"""Of prompts: one ends with a page of 64 tokens."""
+"""Lengths of prompts: one ends with a page of 64 tokens."""
 SHARED, OWN = 256, 90
 """Tokens that the last prompt has in common with the fourth, and others."""
 LIKELIEST = 5

@@ -35,8 +35,8 @@ from kvlathe.evaluation.evaluate import text_scores
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import fold
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options
-from kvlathe.export.methods.zipcache import ratio
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
@@ -61,6 +61,21 @@ PUNCTUATION = set(".,;:!?()[]{}\"'`-=<>/\\|*#_\n")
 COLUMNS = ("what", "bytes left", "perplexity ratio", "agreement", "kl")
 Made = tuple[CompressionPlan, Basis]
 Change = Callable[[CompressionPlan], CompressionPlan]
+
+
+def ratio(
+    scheme: str, batch: int, width: int, tokens: int, bits: float = 4, group: int = 32
+) -> float:
+    """The paper's compression ratios (section 3): 16-bit K and V of ``batch`` x
+    ``tokens`` x ``width`` over codes and 16-bit scales and zeros. ``scheme``:
+    groupwise, tokenwise, or separable (K by channel, V by token and channel)."""
+    values = batch * width * tokens
+    parameters = {
+        "groupwise": 4 * values / group,
+        "tokenwise": 4 * batch * tokens,
+        "separable": 3 * width + 2 * batch * tokens,
+    }
+    return 32 * values / (2 * bits * values + 16 * parameters[scheme])
 
 
 def uniform(bits: int) -> Change:
@@ -116,7 +131,7 @@ ROWS: dict[str, tuple[str, Change | None]] = {
     "accumulated score, all rows": ("score=accumulated,probe=all", None),
     "ranked by lot": ("", probed(recent=0.1, normalized=False, noise=1e6)),
 }
-"""What is behind ``zipcache:`` and what is then changed of the plan."""
+"""Options behind ``zipcache:`` and what is then changed of the plan."""
 
 
 class PerSequence(HostPages):
@@ -197,7 +212,9 @@ class Bench:
 
     def made(self, request: str, bits: Any = 16) -> Made:  # noqa: ANN401  16 or 32
         shape, rope = self.checkpoint.spec.shape, self.checkpoint.spec.rope is not None
-        return compose(request, shape, rope, self.stats, Options(), CacheSettings(bits))
+        return compose(
+            parse(request), shape, rope, self.stats, RankOptions(), CacheSettings(bits)
+        )
 
     def engine(self, made: Made, quantized: dict[int, int] | None = None) -> LLM:
         """Exported and loaded; ``quantized``: bits of the values of each cold bucket,

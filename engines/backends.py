@@ -17,7 +17,7 @@ from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a request for an engine gets where it says nothing: sequences of a step,
+    """Sizes of a step where a build's config says nothing: sequences of a step,
     tokens of a prompt that pass at once, and tokens of a step (None: one chunk beside
     a token of every sequence)."""
 

@@ -1,8 +1,8 @@
 """One engine from one checkpoint: plan, fold, export, build, report, and one rename.
 
-Here the steps are put in order; with order.py, planning.py and pricing.py the only
-module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
-that a refusal needs no torch. Nothing is written before the request is known to be
+Here the steps are put in order; with order.py, job.py, planning.py and pricing.py the
+only module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
+that a refusal needs no torch. Nothing is written before the order is known to be
 possible (order.py), and nothing remains of a build that did not finish.
 """
 
@@ -22,8 +22,10 @@ from kvlathe.base.hub import model_name
 from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.folder import appearing
-from kvlathe.engines.order import Job, accept, check_room, prepare
+from kvlathe.engines.job import Job, check_room, prepare
+from kvlathe.engines.order import Order, accept
 from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
     Planned,
@@ -31,7 +33,6 @@ from kvlathe.engines.planning import (
     calibrate_to,
     plan_for,
 )
-from kvlathe.engines.request import BuildRequest
 from kvlathe.engines.rotation import CHECKPOINT, check_rotation
 from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.engines.targets.room import check_gpu
@@ -56,30 +57,30 @@ COPIED = (".json", ".jinja", ".model", ".txt", ".md")
 """Suffixes of what comes along with a checkpoint's weights: config, tokenizer, licence.
 Nothing that runs."""
 
-__all__ = ["BuildRequest", "build", "calibrate_to", "preview", "rotate"]
+__all__ = ["BuildConfig", "build", "calibrate_to", "preview", "rotate"]
 
 
-def preview(request: BuildRequest) -> dict[str, Any]:
+def preview(config: BuildConfig) -> dict[str, Any]:
     """The dry run: what ``build`` would do, and its bytes. It plans as ``build`` does,
     calibration included, so that it refuses what ``build`` refuses; it writes no engine,
     and into the cache only what the build will then find there."""
-    order = accept(request)
+    order = accept(config)
     job = prepare(order)
     spec = job.checkpoint.spec
-    plan = plan_for(order.request, job.checkpoint).plan
-    order.backend.check_plan(request.backend, plan)
-    request = job.order.request
-    sizes = kv_bytes(order.request, plan)
+    plan = plan_for(order, job.checkpoint).plan
+    order.backend.check_plan(config.backend, plan)
+    config = job.order.config
+    sizes = kv_bytes(order.config, plan)
     return {
         "model": str(job.checkpoint.path),
         "model_type": spec.model_type,
-        "output_dir": str(request.output_dir),
-        "compression": request.compression,
-        "backend": request.backend,
+        "output_dir": str(config.output_dir),
+        "compression": config.compression,
+        "backend": config.backend,
         "architectures": list(order.built.architectures),
-        "compute_dtype": request.compute_dtype,
-        "weights": request.weights or request.compute_dtype,
-        "cached": request.use_cache and cache.find(order.key) is not None,
+        "compute_dtype": config.compute_dtype,
+        "weights": config.weights or config.compute_dtype,
+        "cached": config.use_cache and cache.find(order.key) is not None,
         "weight_bytes": job.weight_bytes,
         "kv_bytes_per_token": sizes.per_token,
         "kv_bytes_per_token_baseline": sizes.baseline,
@@ -90,72 +91,70 @@ def preview(request: BuildRequest) -> dict[str, Any]:
 
 
 # -- build -----------------------------------------------------------------------------
-def build(request: BuildRequest) -> Path:
+def build(config: BuildConfig) -> Path:
     """Build the engine folder and return its path; for the backend hf an ordinary
     checkpoint (``rotate``). Raises KvlatheError; Ctrl-C and SIGTERM raise
     KeyboardInterrupt.
 
     In every case the folder either appears whole or not at all.
     """
-    if request.backend == CHECKPOINT:
-        rotate(request)
-        return request.output_dir
-    with phase("reading the request and the checkpoint"):
-        order = accept(request)
-        kept = cache.find(order.key) if request.use_cache else None
+    if config.backend == CHECKPOINT:
+        rotate(config)
+        return config.output_dir
+    with phase("reading the config and the checkpoint"):
+        order = accept(config)
+        kept = cache.find(order.key) if config.use_cache else None
     if kept is not None:
         log.info("the same engine was built before: taken from the cache")
-        with appearing(request.output_dir, request.overwrite) as folder:
+        with appearing(config.output_dir, config.overwrite) as folder:
             cache.give(order.key, kept, folder)
-            deal(read_plan(folder), request.tensor_parallel_size)
-            _renew(folder, kept, request)
-        return request.output_dir
+            deal(read_plan(folder), config.tensor_parallel_size)
+            _renew(folder, kept, config)
+        return config.output_dir
     job = prepare(order)
-    with appearing(request.output_dir, request.overwrite) as folder:
+    with appearing(config.output_dir, config.overwrite) as folder:
         _make(job, folder)
-    if request.use_cache:
+    if config.use_cache:
         log.info("keeping a copy in the cache")
         with phase("keeping a copy"):
-            cache.keep(order.key, request.output_dir)
-    return request.output_dir
+            cache.keep(order.key, config.output_dir)
+    return config.output_dir
 
 
-def rotate(request: BuildRequest) -> list[int]:
+def rotate(config: BuildConfig) -> list[int]:
     """Write the checkpoint with its heads rotated (export/folding/rotated.py). Returns
     the layers whose keys are rotated, too. Raises KvlatheError."""
-    check_rotation(request)
+    check_rotation(config)
     from kvlathe.export.folding.rotated import RotatedCheckpoint
     from kvlathe.export.model.checkpoint import Checkpoint
 
     with phase("reading the checkpoint"):
-        checkpoint = Checkpoint(request.model)
+        checkpoint = Checkpoint(config.model)
         if checkpoint.packing is not None:
             raise KvlatheError(
-                f"the heads of {request.model} cannot be rotated",
+                f"the heads of {config.model} cannot be rotated",
                 "its weights are codes already",
                 "give the checkpoint that they were made of",
             )
-        rotated = RotatedCheckpoint(checkpoint, request.seed)
-    check_room(
-        request.output_dir, sum(path.stat().st_size for path in checkpoint.files)
-    )
-    with appearing(request.output_dir) as folder, phase("rotating and writing"):
+        rotated = RotatedCheckpoint(checkpoint, config.seed)
+    check_room(config.output_dir, sum(path.stat().st_size for path in checkpoint.files))
+    with appearing(config.output_dir) as folder, phase("rotating and writing"):
         rotated.write(folder)
-        for path in sorted(request.model.iterdir()):
+        for path in sorted(config.model.iterdir()):
             if path.is_file() and path.suffix in COPIED:
                 shutil.copyfile(path, folder / path.name)
     return rotated.keys
 
 
-def _renew(folder: Path, kept: Manifest, request: BuildRequest) -> None:
+def _renew(folder: Path, kept: Manifest, config: BuildConfig) -> None:
     """Make the report and the manifest of a cached engine, copied to ``folder``, speak
     of this build."""
     from kvlathe.export.report.heading import heading, renew
 
     described = dataclasses.replace(
         kept,
-        model=model_name(request.model),
-        command=request.command,
+        model=model_name(config.model),
+        command=config.command,
         created=_now(),
     )
     page = folder / REPORT_FILE
@@ -174,29 +173,29 @@ def _now() -> str:
 def _make(job: Job, folder: Path) -> None:
     """Fill ``folder``: plan, basis, graph and weights, what the backend makes of them,
     tokenizer, report, manifest."""
-    request, checkpoint = job.order.request, job.checkpoint
-    log.info("planning %s", request.compression)
-    planned = plan_for(request, checkpoint)
+    config, checkpoint = job.order.config, job.checkpoint
+    log.info("planning %s", config.compression)
+    planned = plan_for(job.order, checkpoint)
     plan = planned.plan
-    job.order.backend.check_plan(request.backend, plan)
-    deal(plan, request.tensor_parallel_size)  # raises where it cannot be
+    job.order.backend.check_plan(config.backend, plan)
+    deal(plan, config.tensor_parallel_size)  # raises where it cannot be
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
-    check_gpu(folder / PLAN_FILE, job.order.built, request.device)
-    if not BACKENDS[request.backend].hosted:
+    check_gpu(folder / PLAN_FILE, job.order.built, config.device)
+    if not BACKENDS[config.backend].hosted:
         planned.basis.save(folder / BASIS_FILE)
     with phase("folding and writing"):
         _export(job, planned, folder)
     with phase("hashing what was written"):
         made_from = manifests.describe_files(folder)
-    log.info("building for %s", request.backend)
-    with phase(f"building for {request.backend}"):
-        job.order.backend.build(request.backend, folder, plan, job.limits)
-        if not BACKENDS[request.backend].hosted:
+    log.info("building for %s", config.backend)
+    with phase(f"building for {config.backend}"):
+        job.order.backend.build(config.backend, folder, plan, job.limits)
+        if not BACKENDS[config.backend].hosted:
             _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
     described = _describe(job, planned, made_from)
     log.info("writing the report")
     with phase("writing the report"):
-        _report(folder, described, planned)
+        _report(folder, job.order, described, planned)
     log.info("signing the files")
     with phase("signing the files"):
         manifests.write(folder, described, _unchanged(made_from, folder))
@@ -221,18 +220,18 @@ def _export(job: Job, planned: Planned, folder: Path) -> None:
     from kvlathe.export.model.coded_weights import CodedWeights
     from kvlathe.export.model.weights_file import DTYPES, write_decoder
 
-    request, checkpoint, plan = job.order.request, job.checkpoint, planned.plan
-    if BACKENDS[request.backend].hosted:
+    config, checkpoint, plan = job.order.config, job.checkpoint, planned.plan
+    if BACKENDS[config.backend].hosted:
         from kvlathe.export.folding.host_heads import write_heads
 
         write_heads(checkpoint.spec, plan, planned.basis, folder / HEADS_FILE)
         return
     weights = fold(checkpoint, plan, planned.basis)
-    spec, device, dtype = checkpoint.spec, checkpoint.device, request.compute_dtype
+    spec, device, dtype = checkpoint.spec, checkpoint.device, config.compute_dtype
     formats = job.formats
     if formats.maps is not None:
         weights = CodedWeights(weights, formats, DTYPES[dtype], checkpoint.grid)
-    if BACKENDS[request.backend].graph:
+    if BACKENDS[config.backend].graph:
         from kvlathe.export.onnx.model import export_onnx
 
         export_onnx(spec, plan, weights, folder, dtype, device=device, formats=formats)
@@ -255,53 +254,53 @@ def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
 def _describe(
     job: Job, planned: Planned, made_from: Mapping[str, FileRecord]
 ) -> Manifest:
-    request, plan = job.order.request, planned.plan
+    config, plan = job.order.config, planned.plan
     return Manifest(
         model=model_name(job.checkpoint.path),
-        compression=request.compression,
-        backend=request.backend,
+        compression=config.compression,
+        backend=config.backend,
         versions=job.order.versions,
         architectures=_architectures(job, plan),
-        compute_dtype=request.compute_dtype,
-        weights=request.weights or request.compute_dtype,
+        compute_dtype=config.compute_dtype,
+        weights=config.weights or config.compute_dtype,
         limits=job.limits,
         page_tokens=plan.page_tokens,
         prefill_chunk=plan.prefill_chunk,
-        kv_bytes=kv_bytes(request, plan),
+        kv_bytes=kv_bytes(config, plan),
         plan_digest=plan.digest,
         model_digest=job.checkpoint.digest,
-        command=request.command,
+        command=config.command,
         created=_now(),
         made_from=made_from,
     )
 
 
-def kv_bytes(request: BuildRequest, plan: CompressionPlan) -> KvBytes:
+def kv_bytes(config: BuildConfig, plan: CompressionPlan) -> KvBytes:
     return KvBytes(
         per_token=CacheLayout(plan).bytes_per_token(),
-        baseline=bytes_per_token(plan.model, request.hot_bits),
+        baseline=bytes_per_token(plan.model, config.hot_bits),
         baseline_16bit=bytes_per_token(plan.model, 16),
     )
 
 
 def _architectures(job: Job, plan: CompressionPlan) -> tuple[str, ...]:
-    """Where the engine runs; one that was built for the CPU also where GPUs take it."""
-    request, every = job.order.request, job.order.built.architectures
-    if request.backend == "cuda":
-        return cuda.able(request.weights)
-    if request.backend != "onnxruntime":
+    """GPUs and CPUs that the engine runs on; one that was built for the CPU also where GPUs take it."""
+    config, every = job.order.config, job.order.built.architectures
+    if config.backend == "cuda":
+        return cuda.able(config.weights)
+    if config.backend != "onnxruntime":
         return every
-    return (*every, *onnxruntime.gpus(plan, request.compute_dtype))
+    return (*every, *onnxruntime.gpus(plan, config.compute_dtype))
 
 
-def _report(folder: Path, described: Manifest, planned: Planned) -> None:
+def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -> None:
     from kvlathe.export.methods.evidence import evidence
     from kvlathe.export.report.report import ReportData, write_report
 
     stats, seen = planned.stats, None
     facts: dict[str, object] = {}
     if stats is not None:
-        seen = evidence(described.compression, stats, planned.options, planned.plan)
+        seen = evidence(order.compression, stats, order.options, planned.plan)
         facts = {f"calibration {name}": value for name, value in stats.source.items()}
     facts["weights"] = described.weights
     facts["bytes of the weights"] = described.weight_bytes

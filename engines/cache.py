@@ -1,4 +1,4 @@
-"""Finished builds, kept by digest: the same request again is a matter of copies.
+"""Finished builds, kept by digest: the same build again is a matter of copies.
 
     $KVLATHE_CACHE (or $XDG_CACHE_HOME/kvlathe, or ~/.cache/kvlathe)
       engines/<key>/   an engine folder       stats/<key>.npz  calibration results

@@ -45,7 +45,7 @@ def check_target(
             raise KvlatheError(
                 f"{target} exists",
                 "a build never writes into a folder",
-                "name another --output_dir or pass --overwrite",
+                "name another --output-dir or pass --overwrite",
             )
         _check_ours(target, written)
     home = nearest_parent(target.resolve())
@@ -53,7 +53,7 @@ def check_target(
         raise KvlatheError(
             f"{home} cannot be written to",
             "it is no folder" if not home.is_dir() else "this user may not",
-            f"{target} would appear in it: name another --output_dir",
+            f"{target} would appear in it: name another --output-dir",
         )
 
 
@@ -61,8 +61,7 @@ def _check_ours(target: Path, written: Written) -> None:
     ours = written(target)
     fact = f"{target} is nothing that --overwrite replaces"
     if ours is None:
-        reason = "it is not a finished build"
-        raise KvlatheError(fact, reason, "name another folder")
+        raise KvlatheError(fact, "it is not a finished build", "name another folder")
     if others := foreign(target, ours):
         shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
         raise KvlatheError(
@@ -110,8 +109,7 @@ def _takes_files(folder: Path) -> bool:
 def nearest_parent(target: Path) -> Path:
     """The closest of the folders above ``target`` that exists (a file, where one stands
     in the way)."""
-    parents = target.absolute().parents
-    return next(parent for parent in parents if parent.exists())
+    return next(parent for parent in target.absolute().parents if parent.exists())
 
 
 @contextmanager
@@ -212,7 +210,7 @@ def _remove_abandoned(target: Path, own: Path) -> None:
             raise KvlatheError(
                 f"{target} is being built",
                 "another process is at work on it",
-                "wait for that one, or name another --output_dir",
+                "wait for that one, or name another --output-dir",
             ) from error
         finally:
             os.close(handle)
@@ -289,5 +287,5 @@ def _full_disk(target: Path) -> KvlatheError:
     return KvlatheError(
         f"{target} could not be written",
         f"its disk is full ({free:,} bytes are free now that the unfinished folder is removed)",
-        "make room or name another --output_dir",
+        "make room or name another --output-dir",
     )

@@ -1,15 +1,14 @@
-"""From a request to a job: everything that can be refused is refused here, before
-anything is written, and the cache key says what decides the engine's bytes.
+"""From a build's config to an order: everything is refused here that can be refused without
+the model, the compression is parsed, and the cache key says what decides the engine's
+bytes.
 
-With build.py, planning.py and pricing.py the only module of engines/ that calls
+With job.py, planning.py, pricing.py and build.py the only module of engines/ that calls
 export's verbs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -21,19 +20,26 @@ from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.tokenizer_files import FILES, eos_ids, has_backend, read_backend
+from kvlathe.base.flags import flag_of
+from kvlathe.base.tokenizer_files import FILES
 from kvlathe.engines import cache
-from kvlathe.engines.backends import BACKENDS, Backend, Built, backend, check_windows
-from kvlathe.engines.folder import nearest_parent
-from kvlathe.engines.planning import open_checkpoint, resolved
-from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
-from kvlathe.plan.manifest import Limits
-from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
+from kvlathe.engines.backends import (
+    Backend,
+    Built,
+    backend,
+    check_token_ranking,
+    check_windows,
+)
+from kvlathe.engines.config import HOW_MUCH, BuildConfig, check, shipped
 
 if TYPE_CHECKING:
-    from kvlathe.export.model.checkpoint import Checkpoint
-    from kvlathe.export.model.spec import DecoderSpec
+    from kvlathe.export.methods.compression import Compression
+    from kvlathe.export.methods.method import Decision
+    from kvlathe.export.methods.options import RankOptions
 
+DEFAULT_ACCURACY = 0.99
+RANDOM = "random"
+"""As a calibration's source."""
 NOT_IN_KEY = (
     "model",
     "lora",
@@ -44,97 +50,200 @@ NOT_IN_KEY = (
     "use_cache",
     "command",
 )
-"""Fields of a request that do not change what is asked for (the model and
+"""Fields of a config that do not change what is asked for (the model and
 its adapters enter by their digests). The device does: it draws other random numbers, so that measured plans
 differ."""
-CUDA_GROUPS = (32, 64, 128, 256)
-"""Inputs of a group of 4 bits in engines for the cuda backend, whose kernels take powers of
-two from 32 on."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
 
 
+OF_ACCURACY = ("metric", "text", "retrieval")
+"""Options that say how --accuracy is measured."""
+OF_BASES = ("basis", "allocation", "rope_fold", "centre")
+OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
+"""Options that say how a compression removes."""
+
+
 @dataclass(frozen=True)
 class Order:
-    """A request that no option forbids, its defaults written out, and its backend.
-    Needs no torch."""
+    """A config that no option forbids, its defaults written out, its compression
+    parsed, and its backend. Everything after it takes the parsed value. Needs no torch.
 
-    request: BuildRequest
+    ``outline``: what the compression decides without statistics."""
+
+    config: BuildConfig
+    compression: Compression
+    outline: Decision
     backend: Backend
     built: Built
+
+    @property
+    def options(self) -> RankOptions:
+        """The target and the way there, by the flags."""
+        return options_of(self.config)
 
     @cached_property
     def key(self) -> str:
         """The cache key: everything that decides the engine's bytes."""
         facts: dict[str, object] = {}
-        for field in dataclasses.fields(self.request):
+        for field in dataclasses.fields(self.config):
             if field.name not in NOT_IN_KEY:
-                facts[field.name] = _content(getattr(self.request, field.name))
-        facts["device"] = devices.requested(self.request.device)
-        facts["sizes"] = (self.request.batch, self.request.chunk)
-        facts["model"] = _digests(self.request.model)
-        facts["lora"] = [_adapter_facts(text) for text in self.request.lora]
+                facts[field.name] = _content(getattr(self.config, field.name))
+        facts["device"] = devices.requested(self.config.device)
+        facts["sizes"] = (self.config.batch, self.config.chunk)
+        facts["model"] = _digests(self.config.model)
+        facts["lora"] = [_adapter_facts(text) for text in self.config.lora]
         facts["versions"] = self.versions
         facts["architectures"] = self.built.architectures
         return cache.key_of(facts)
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of each library that an engine's bytes depend on."""
-        exporters = {name: _version(name) for name in LIBRARIES}
-        return {**exporters, **self.built.versions}
+        """Versions of the libraries that an engine's bytes depend on."""
+        return {name: _version(name) for name in LIBRARIES} | dict(self.built.versions)
 
 
-@dataclass(frozen=True)
-class Job:
-    """An order that can be carried out, with the checkpoint it is about."""
+def accept(config: BuildConfig) -> Order:
+    """Refuse, with KvlatheError, everything that can be refused without the model; write
+    out defaults: what to calibrate on, and what accuracy is measured on."""
+    from kvlathe.export.methods.composition import verify
+    from kvlathe.export.methods.compression import parse
 
-    order: Order
-    checkpoint: Checkpoint
-    limits: Limits
-
-    @cached_property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a text. Raises KvlatheError where the tokenizer's files
-        cannot be read."""
-        path = self.checkpoint.path
-        return eos_ids(path, read_backend(path) if has_backend(path) else None)
-
-    @cached_property
-    def formats(self) -> WeightFormats:
-        """Of the weights: in groups as the checkpoint has its codes, if it has any."""
-        formats = self.order.request.weight_formats
-        packing, maps = self.checkpoint.packing, formats.maps
-        if packing is None or maps is None or maps.name != f"int{packing.bits}":
-            return formats
-        group = packing.group or maps.group
-        own = WeightFormat(maps.name, group, not packing.symmetric)
-        return dataclasses.replace(formats, maps=own)
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights as exported, before compression; 0 where they stay in the
-        checkpoint."""
-        if BACKENDS[self.order.request.backend].hosted:
-            return 0
-        from kvlathe.export.model.tensors import stored_shapes
-
-        spec, formats = self.checkpoint.spec, self.formats
-        number = DTYPE_BYTES[self.order.request.compute_dtype]
-        names = spec.family.names
-        tables = {f"{names[role]}.weight" for role in ("embed", "head")}
-        positions = f"{names.get('positions')}.weight"
-        total = 0
-        for name, shape in stored_shapes(spec).items():
-            form = formats.table if name in tables else formats.maps
-            if form is None or len(shape) != 2 or name == positions:
-                total += number * math.prod(shape)
-                continue
-            outputs, inputs = shape
-            total += form.bytes_of(inputs, outputs, number)
-        return total
+    check(config)
+    compression = parse(config.compression)
+    _check_given(config, compression)
+    outline = verify(compression, options_of(config), config.tokens_per_block)
+    _check_tokens(config, outline)
+    _warn_unheard(config, compression)
+    module = backend(config.backend)
+    config = _resolved(config, compression)
+    return Order(config, compression, outline, module, module.identify(config.backend))
 
 
+def options_of(config: BuildConfig) -> RankOptions:
+    """The target and the way there, by the flags."""
+    from kvlathe.export.methods.options import RankOptions
+
+    return RankOptions(
+        removal_rate=config.removal_rate,
+        compression_ratio=config.compression_ratio,
+        basis=config.basis,
+        allocation=config.allocation,
+        rope_fold=config.rope_fold,
+        centre=config.centre,
+    )
+
+
+def _check_given(config: BuildConfig, compression: Compression) -> None:
+    """Raise KvlatheError for a size that nothing can be asked for."""
+    for name in HOW_MUCH:
+        if getattr(config, name) is not None and compression.removes_nothing:
+            raise KvlatheError(
+                f"{flag_of(name)} with --compression {compression} cannot be used",
+                "it removes nothing",
+                "name a compression",
+            )
+    if compression.measured and config.removal_rate is not None:
+        raise KvlatheError(
+            f"--removal-rate cannot be used with {compression}",
+            "it weighs every head's losses itself",
+            "give --accuracy or --compression-ratio",
+        )
+
+
+def _check_tokens(config: BuildConfig, outline: Decision) -> None:
+    """Raise KvlatheError where tokens are chosen in a way that the backend, or a search,
+    knows nothing of."""
+    ranks_tokens = outline.observation is not None
+    check_token_ranking(config.backend, ranks_tokens or outline.compacts)
+    check_windows(config.backend, outline.windowed)
+    if config.accuracy is not None and ranks_tokens:
+        raise KvlatheError(
+            f"--accuracy cannot be used with {config.compression}",
+            "it chooses tokens by the attention they get, which no plan foresees",
+            "choose its options, and look at kvlathe eval",
+        )
+
+
+def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
+    """Say which options nothing will look at: scripts pass the same flags to every
+    build. A default is not given."""
+    unheard = OF_COMPRESSION if compression.removes_nothing else ()
+    if compression.measured:
+        unheard = OF_BASES
+    hears_scores = compression.measured or compression.measures_heads
+    given = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    ]
+    for name in given:
+        if name in unheard:
+            log.warning(
+                "%s has no effect with --compression %s", flag_of(name), compression
+            )
+        if name in OF_ACCURACY and config.accuracy is None and not hears_scores:
+            log.warning("%s has no effect without --accuracy", flag_of(name))
+
+
+# -- defaults --------------------------------------------------------------------------
+def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
+    """The config with its defaults written out. Raises KvlatheError where a file of
+    this project is needed and is not there."""
+    if compression.measures_heads:
+        config = _priced_on(config)
+    kind, source = compression.calibration, config.calibration
+    if kind is not None and source is None and config.stats is None:
+        source = kind
+        if kind != RANDOM:
+            source = str(shipped("calibration_text.jsonl", "--calibration"))
+    config = dataclasses.replace(config, calibration=source)
+    return _measured_on(config) if compression.measured else _scored_on(config)
+
+
+def _scored_on(config: BuildConfig) -> BuildConfig:
+    """Fill in the file that an accuracy is taken on."""
+    if config.accuracy is None:
+        return config
+    if config.metric == "retrieval":
+        return dataclasses.replace(
+            config,
+            retrieval=config.retrieval
+            or shipped("line_retrieval.jsonl", "--retrieval"),
+        )
+    return dataclasses.replace(
+        config, text=config.text or shipped("calibration_text.jsonl", "--text")
+    )
+
+
+def _measured_on(config: BuildConfig) -> BuildConfig:
+    """Fill in how much to remove, and what sensitivity is taken on:
+    text in any case (random tokens where that is what was calibrated on), and questions
+    where retrieval is what counts.
+    """
+    if config.compression_ratio is None and config.accuracy is None:
+        config = dataclasses.replace(config, accuracy=DEFAULT_ACCURACY)
+        log.info(
+            "no size was asked for: %s of the uncompressed %s",
+            DEFAULT_ACCURACY,
+            config.metric,
+        )
+    if config.accuracy is not None:
+        config = _scored_on(config)
+    return _priced_on(config)
+
+
+def _priced_on(config: BuildConfig) -> BuildConfig:
+    """The text that prices are taken on: that of the calibration, unless that was said
+    to be random tokens."""
+    if config.text is not None or config.calibration == RANDOM:
+        return config
+    own = config.calibration and Path(config.calibration)
+    text = own or shipped("calibration_text.jsonl", "--text")
+    return dataclasses.replace(config, text=text)
+
+
+# -- the key
 def _version(library: str) -> str:
     try:
         return version(library)
@@ -154,7 +263,7 @@ def _digests(model: Path) -> dict[str, str]:
 
 
 def _adapter_facts(text: str) -> tuple[list[str], float]:
-    """What decides what an adapter adds."""
+    """Everything that decides what an adapter adds."""
     adapter = read_adapter(text)
     there = [path for path in adapter.files if path.is_file()]
     return sha256_files(there), adapter.weight
@@ -165,147 +274,3 @@ def _content(value: object) -> object:
     if isinstance(value, str | Path) and value and Path(value).is_file():
         return sha256_file(Path(value))
     return value
-
-
-def accept(request: BuildRequest) -> Order:
-    """Refuse, with KvlatheError, everything that can be refused without the model."""
-    check(request)
-    module = backend(request.backend)
-    return Order(resolved(request), module, module.identify(request.backend))
-
-
-def prepare(order: Order) -> Job:
-    """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing
-    has been written."""
-    request = order.request
-    checkpoint = open_checkpoint(
-        request.model,
-        request.max_seq_len,
-        request.workers,
-        request.device,
-        request.lora,
-    )
-    _check_rope_fold(request, checkpoint.spec)
-    _check_key_scales(request, checkpoint.spec)
-    _check_layer_windows(request, checkpoint.spec)
-    request = _with_weights(request, checkpoint)
-    order = dataclasses.replace(order, request=request)
-    _check_weights(request, checkpoint)
-    job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
-    _check_tokenizer(job)
-    _check_disk(job)
-    return job
-
-
-def _check_tokenizer(job: Job) -> None:
-    if not has_backend(job.checkpoint.path):
-        log.warning(
-            "%s has no tokenizer.json: the engine takes token ids only. For text, load "
-            "the tokenizer with transformers' AutoTokenizer and save_pretrained it "
-            "into that folder",
-            job.checkpoint.path,
-        )
-    if not job.eos_ids:
-        log.warning(
-            "%s names no end-of-text token: only a length ends its answers",
-            job.checkpoint.path,
-        )
-
-
-def _check_rope_fold(request: BuildRequest, spec: DecoderSpec) -> None:
-    """Planes are chosen after calibration; whether a model can keep chosen ones is
-    known before."""
-    from kvlathe.export.methods.options import parse
-
-    methods = parse(request.compression)
-    folds = [one.options.get("rope_fold", request.rope_fold) for one in methods]
-    if "planes" not in folds:
-        return
-    fact, remedy = "whole RoPE planes cannot be kept", "leave out --rope-fold planes"
-    if spec.rope is None:
-        raise KvlatheError(fact, "this model has no RoPE", remedy)
-    if "q_norm" in spec.family.names:
-        reason = "this model's QK-norm needs all dimensions of a head"
-        raise KvlatheError(fact, reason, remedy)
-
-
-def _check_key_scales(request: BuildRequest, spec: DecoderSpec) -> None:
-    """Factors of K's channels fold into W_K, unless a norm follows it."""
-    from kvlathe.export.methods.composition import verify
-    from kvlathe.export.methods.options import Options
-
-    scales = verify(request.compression, Options(), request.tokens_per_block).scales
-    if "k" in scales and spec.rope is not None and "q_norm" in spec.family.names:
-        raise KvlatheError(
-            "keys cannot be scaled by channel",
-            "this model's QK-norm stands between its weights and RoPE",
-            "choose keys=channel or keys=token",
-        )
-
-
-def _check_layer_windows(request: BuildRequest, spec: DecoderSpec) -> None:
-    from kvlathe.export.methods.composition import check_layer_windows, verify
-    from kvlathe.export.methods.options import Options
-
-    if not any(spec.windows):
-        return
-    check_windows(request.backend, windowed=True)
-    outline = verify(request.compression, Options(), request.tokens_per_block)
-    check_layer_windows(request.compression, outline)
-
-
-def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest:
-    """A checkpoint of codes gives an engine of codes, unless something else was asked
-    for. Raises KvlatheError where the backend cannot."""
-    packing = checkpoint.packing
-    if packing is None or request.weights is not None:
-        return request
-    own = f"int{packing.bits}"
-    if own not in BACKENDS[request.backend].weights:
-        raise KvlatheError(
-            f"{request.backend} has no product of {own} weights",
-            "the checkpoint is quantized so",
-            f"give --weights {request.compute_dtype}, or choose another backend",
-        )
-    return dataclasses.replace(request, weights=own)
-
-
-def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
-    """Experts are products of three dimensions, shards cut weights between codes, 4 bits
-    are not rounded to 4 bits again, and the cuda backend has its own groups."""
-    spec = checkpoint.spec
-    if request.weight_formats.maps is None:
-        return
-    fact = f"--weights {request.weights} cannot be used"
-    if spec.family.experts is not None:
-        reason = "this model has experts, whose weights no backend takes as codes"
-        raise KvlatheError(fact, reason, "leave out --weights")
-    if request.tensor_parallel_size > 1:
-        reason = "codes are not cut for several GPUs"
-        raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")
-    packing = checkpoint.packing
-    group = packing.group if packing and request.backend == "cuda" else 0
-    if request.weights == "int4" and group and group not in CUDA_GROUPS:
-        reason = f"its kernels take no groups of {group}, which the checkpoint has"
-        raise KvlatheError(fact, reason, "give --weights fp8 or float16")
-    if request.weights == "int4" and checkpoint.disordered:
-        reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
-        wider = "int8" if request.backend == "onnxruntime" else "fp8"
-        remedy = f"give --weights {wider} or {request.compute_dtype}"
-        raise KvlatheError(fact, reason, remedy)
-
-
-def _check_disk(job: Job) -> None:
-    check_room(job.order.request.output_dir, job.weight_bytes)
-
-
-def check_room(target: Path, weight_bytes: int) -> None:
-    """Raise KvlatheError where a folder of so many bytes finds none."""
-    home = nearest_parent(target)
-    free = shutil.disk_usage(home).free
-    if free < weight_bytes:
-        raise KvlatheError(
-            f"{home} has no room for {target.name}",
-            f"its weights take about {weight_bytes:,} bytes, with {free:,} free",
-            "make room or name another --output_dir",
-        )

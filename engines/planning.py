@@ -1,8 +1,8 @@
-"""From a request to a plan and its basis: statistics (calibrated, loaded or cached),
-then the methods.
+"""From an order to a plan and its basis: statistics (calibrated, loaded or cached), then
+the methods.
 
-With order.py, pricing.py and build.py the only module of engines/ that calls export's
-verbs.
+With order.py, job.py, pricing.py and build.py the only module of engines/ that calls
+export's verbs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.engines import cache
-from kvlathe.engines.backends import check_token_ranking, check_windows
 from kvlathe.engines.folder import check_file_target, whole_file
+from kvlathe.engines.order import Order
 from kvlathe.engines.phases import phase
-from kvlathe.engines.pricing import (
-    cache_settings,
-    named_heads,
-    options_of,
-    variant_of,
-)
-from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
+from kvlathe.engines.pricing import cache_settings, named_heads, variant_of
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
@@ -36,14 +30,10 @@ if TYPE_CHECKING:
     from kvlathe.export.bases.basis import Basis
     from kvlathe.export.calibration.stats import Stats
     from kvlathe.export.methods.composition import CacheSettings, Made
-    from kvlathe.export.methods.options import Options
+    from kvlathe.export.methods.compression import Compression
     from kvlathe.export.methods.variants import Variant
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.model.spec import DecoderSpec
-
-DEFAULT_ACCURACY = 0.99
-RANDOM = "random"
-"""As a calibration's source."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,6 @@ class Planned:
     plan: CompressionPlan
     basis: Basis
     stats: Stats | None
-    options: Options
 
 
 def open_checkpoint(
@@ -64,7 +53,7 @@ def open_checkpoint(
     device: str | None = None,
     lora: Sequence[str] = (),
 ) -> Checkpoint:
-    """``device`` and ``lora`` as in BuildRequest. Raises KvlatheError for everything that makes it
+    """``device`` and ``lora`` as in BuildConfig. Raises KvlatheError for everything that makes it
     unusable, and where the libraries for it are missing."""
     try:
         import torch
@@ -72,10 +61,9 @@ def open_checkpoint(
         from kvlathe.export.model.checkpoint import Checkpoint
         from kvlathe.export.model.device import choose_device
     except ImportError as error:
-        missing = f"{error.name} is not installed"
         raise KvlatheError(
             "checkpoints cannot be read here",
-            missing,
+            f"{error.name} is not installed",
             f"run {pip_install('export')}",
         ) from error
     if workers:
@@ -84,144 +72,54 @@ def open_checkpoint(
     return Checkpoint(model, max_seq_len, choose_device(device), adapters)
 
 
-def resolved(request: BuildRequest) -> BuildRequest:
-    """The request with its defaults written out: what to calibrate on, and what
-    accuracy is measured on.
-
-    Raises KvlatheError for a compression that no model can have, and where a file of
-    this project is needed and is not there.
-    """
-    from kvlathe.export.methods.composition import verify
-    from kvlathe.export.methods.registry import calibration, measured, measures_heads
-
-    known = verify(request.compression, options_of(request), request.tokens_per_block)
-    ranks_tokens = known.observation is not None
-    check_token_ranking(request.backend, ranks_tokens or known.compacts)
-    check_windows(request.backend, known.windowed)
-    if request.accuracy is not None and ranks_tokens:
-        raise KvlatheError(
-            f"--accuracy cannot be used with {request.compression}",
-            "it chooses tokens by the attention they get, which no plan foresees",
-            "choose its options, and look at kvlathe eval",
-        )
-    measures = measured(request.compression)
-    by_heads = measures_heads(request.compression)
-    warn_unheard(request, measures, by_heads)
-    if by_heads:
-        request = _priced_on(request)
-    kind, source = calibration(request.compression), request.calibration
-    if kind is not None and source is None and request.stats is None:
-        source = kind
-        if kind != RANDOM:
-            source = str(shipped("calibration_text.jsonl", "--calibration"))
-    request = dataclasses.replace(request, calibration=source)
-    return _measured_on(request) if measures else _scored_on(request)
-
-
-def _scored_on(request: BuildRequest) -> BuildRequest:
-    """What an accuracy is taken on."""
-    if request.accuracy is None:
-        return request
-    if request.metric == "retrieval":
-        return dataclasses.replace(
-            request,
-            retrieval=request.retrieval
-            or shipped("line_retrieval.jsonl", "--retrieval"),
-        )
-    return dataclasses.replace(
-        request, text=request.text or shipped("calibration_text.jsonl", "--text")
-    )
-
-
-def _measured_on(request: BuildRequest) -> BuildRequest:
-    """How much to remove, where that was not said, and what sensitivity is taken on:
-    text in any case (random tokens where that is what was calibrated on), and questions
-    where retrieval is what counts.
-    """
-    if request.removal_rate is not None:
-        raise KvlatheError(
-            f"--removal-rate cannot be used with {request.compression}",
-            "it weighs every head's losses itself",
-            "give --accuracy or --compression-ratio",
-        )
-    if request.compression_ratio is None and request.accuracy is None:
-        request = dataclasses.replace(request, accuracy=DEFAULT_ACCURACY)
-        log.info(
-            "no size was asked for: %s of the uncompressed %s",
-            DEFAULT_ACCURACY,
-            request.metric,
-        )
-    if request.accuracy is not None:
-        request = _scored_on(request)
-    return _priced_on(request)
-
-
-def _priced_on(request: BuildRequest) -> BuildRequest:
-    """The text that prices are taken on: that of the calibration, unless that was said
-    to be random tokens."""
-    if request.text is not None or request.calibration == RANDOM:
-        return request
-    own = request.calibration and Path(request.calibration)
-    text = own or shipped("calibration_text.jsonl", "--text")
-    return dataclasses.replace(request, text=text)
-
-
-def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
-    """Plan a ``resolved`` request: calibrate where its methods need it, search where it
-    asks for an accuracy."""
-    from kvlathe.export.methods.registry import check_model
-
-    spec = checkpoint.spec
-    check_model(request.compression, spec.shape)
+def plan_for(order: Order, checkpoint: Checkpoint) -> Planned:
+    """Plan an order: calibrate where its methods need it, search where it asks for an
+    accuracy."""
+    order.compression.check_model(checkpoint.spec.shape)
     with phase("calibrating"):
-        stats = statistics(request, checkpoint)
+        stats = statistics(order, checkpoint)
     with phase("planning"):
-        return _planned(request, checkpoint, stats)
+        return _planned(order, checkpoint, stats)
 
 
-def _planned(
-    request: BuildRequest, checkpoint: Checkpoint, stats: Stats | None
-) -> Planned:
+def _planned(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> Planned:
     """From statistics on."""
-    from kvlathe.export.methods.registry import measures_heads
-
-    settings = cache_settings(request, checkpoint.spec)
-    curves = cache.curves_folder() if request.use_cache else None
-    if not measures_heads(request.compression):
-        plan, basis = _made(request, checkpoint, stats, settings, curves)
+    settings = cache_settings(order.config, checkpoint.spec)
+    curves = cache.curves_folder() if order.config.use_cache else None
+    if not order.compression.measures_heads:
+        plan, basis = _made(order, checkpoint, stats, settings, curves)
     else:
-        whole = named_heads(request, checkpoint, settings, curves)
-        by_name = dataclasses.replace(request, compression=whole.request)
+        whole = named_heads(order, checkpoint, settings, curves)
+        by_name = dataclasses.replace(order, compression=whole.compression)
         plan, basis = _made(by_name, checkpoint, stats, settings, curves)
         notes = plan.notes | whole.notes
-        asked = request.compression
+        asked = order.compression.text
         plan = dataclasses.replace(plan, compression=asked, notes=notes)
-    plan = _with_warnings(plan, checkpoint.spec)
-    return Planned(plan, basis, stats, options_of(request))
+    plan = _with_warnings(plan, order.compression, checkpoint.spec)
+    return Planned(plan, basis, stats)
 
 
 def _made(
-    request: BuildRequest,
+    order: Order,
     checkpoint: Checkpoint,
     stats: Stats | None,
     settings: CacheSettings,
     curves: Path | None,
 ) -> Made:
-    """The plan of a request that names its heads, if it chooses any."""
+    """The plan of an order that names its heads, if it chooses any."""
     from kvlathe.export.methods.composition import compose
-    from kvlathe.export.methods.registry import measured
 
-    spec = checkpoint.spec
-    options = options_of(request)
+    config, spec = order.config, checkpoint.spec
     by_loss = None
-    if measured(request.compression):
-        by_loss = variant_of(request, checkpoint, stats, settings, curves)
-    if request.accuracy is not None:
-        return _searched(request, checkpoint, stats, curves, by_loss)
+    if order.compression.measured:
+        by_loss = variant_of(order, checkpoint, stats, settings, curves)
+    if config.accuracy is not None:
+        return _searched(order, checkpoint, stats, curves, by_loss)
     if by_loss is not None:
-        return by_loss.at(request.compression_ratio or 0.0)
+        return by_loss.at(config.compression_ratio or 0.0)
     has_rope = spec.rope is not None
-    return compose(request.compression, spec.shape, has_rope, stats, options, settings)
+    compression, options = order.compression, order.options
+    return compose(compression, spec.shape, has_rope, stats, options, settings)
 
 
 UNCENTRED = (
@@ -230,13 +128,16 @@ UNCENTRED = (
 )
 
 
-def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
+def _with_warnings(
+    plan: CompressionPlan, compression: Compression, spec: DecoderSpec
+) -> CompressionPlan:
     """The plan with a note for each of WARNINGS that is true of it. Each is logged."""
     from kvlathe.export.methods.composition import whole_ranks_note
 
     reach = str(plan.notes.get("reach", ""))
     uncentred = plan.notes.get("centre") is True and not spec.shape.shifts
-    texts = {"ranks": whole_ranks_note(plan), "rope": spec.rope_note, "reach": reach}
+    texts = {"rope": spec.rope_note, "reach": reach}
+    texts["ranks"] = whole_ranks_note(compression, plan)
     texts["uncentred"] = UNCENTRED if uncentred else ""
     said = {name: texts[name] for name in WARNINGS if texts[name]}
     for text in said.values():
@@ -245,7 +146,7 @@ def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
 
 
 def _searched(
-    request: BuildRequest,
+    order: Order,
     checkpoint: Checkpoint,
     stats: Stats | None,
     curves: Path | None,
@@ -258,49 +159,49 @@ def _searched(
     from kvlathe.export.search.exams import read_exam
     from kvlathe.export.search.search import search
 
-    assert request.accuracy is not None
-    options = options_of(request)
-    settings = cache_settings(request, checkpoint.spec)
+    config, options = order.config, order.options
+    assert config.accuracy is not None
+    settings = cache_settings(config, checkpoint.spec)
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
-    exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
+    exam = read_exam(checkpoint, config.metric, config.text, config.retrieval)
     if by_loss is not None:
         kinds = [by_loss]
         beside = for_comparison(shape, has_rope, stats, settings)
     else:
-        kinds = variants(request.compression, shape, has_rope, stats, options, settings)
+        kinds = variants(order.compression, shape, has_rope, stats, options, settings)
         beside = ()
     known_by = (
         checkpoint.digest,
         stats and stats.digest,
         options,
         settings,
-        request.text,
-        request.retrieval,
+        config.text,
+        config.retrieval,
     )
-    return search(checkpoint, kinds, request.accuracy, exam, known_by, curves, beside)
+    return search(checkpoint, kinds, config.accuracy, exam, known_by, curves, beside)
 
 
-def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
-    """The Stats file named in a ``resolved`` request, or a calibration; None where the
-    methods need neither."""
+def statistics(order: Order, checkpoint: Checkpoint) -> Stats | None:
+    """The Stats file that an order names, or a calibration; None where the methods need
+    neither."""
     from kvlathe.export.calibration.stats import Stats
-    from kvlathe.export.methods.registry import calibration, reads_entropies
 
-    if calibration(request.compression) is None:
+    config = order.config
+    if order.compression.calibration is None:
         return None
-    if request.stats is not None:
-        stats = Stats.load(request.stats)
+    if config.stats is not None:
+        stats = Stats.load(config.stats)
         stats.require_model(checkpoint.spec.shape, checkpoint.digest)
         _require_rope(stats, checkpoint)
         return stats
-    assert request.calibration is not None
+    assert config.calibration is not None
     return calibrated(
         checkpoint,
-        request.calibration,
-        request.calibration_tokens,
-        request.seed,
-        request.use_cache,
-        reads_entropies(request.compression),
+        config.calibration,
+        config.calibration_tokens,
+        config.seed,
+        config.use_cache,
+        order.compression.reads_entropies,
     )
 
 
@@ -369,7 +270,7 @@ def calibrate_to(
     device: str | None = None,
     lora: Sequence[str] = (),
 ) -> Stats:
-    """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes.
+    """``kvlathe calibrate``: write the Stats file that ``BuildConfig.stats`` takes.
     Raises KvlatheError."""
     check_file_target(output)
     checkpoint = open_checkpoint(model, max_seq_len, device=device, lora=lora)

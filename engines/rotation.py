@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.config import BuildConfig, check_types
 from kvlathe.engines.folder import check_target
-from kvlathe.engines.request import BuildRequest, check_types
 
 CHECKPOINT = "hf"
 """The name of the backend."""
@@ -20,14 +20,14 @@ HEARD = (
     "command",
     "kv_bits",
 )
-"""Fields of a request that may be given: of the last three it needs none."""
+"""Fields of a config that may be given: of the last three it needs none."""
 
 
-def check_rotation(request: BuildRequest) -> None:
+def check_rotation(config: BuildConfig) -> None:
     """Raise KvlatheError for what an ordinary checkpoint cannot be asked for."""
-    check_types(request)
-    for field in dataclasses.fields(request):
-        given = getattr(request, field.name)
+    check_types(config)
+    for field in dataclasses.fields(config):
+        given = getattr(config, field.name)
         if field.name not in HEARD and given != field.default:
             flag = field.name.replace("_", "-")
             raise KvlatheError(
@@ -35,4 +35,4 @@ def check_rotation(request: BuildRequest) -> None:
                 "it writes the whole checkpoint, its heads rotated",
                 "leave it out",
             )
-    check_target(request.output_dir)
+    check_target(config.output_dir)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvlathe import LLM, SamplingParams, build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 
 PROMPTS = ["def main():\n", "# How to install\n"]
 
@@ -30,7 +30,7 @@ async def read_all(llm: LLM) -> None:
 
 def main(model: str, folder: str) -> None:
     # Codes of 4 bits for the pages that are full.
-    request = BuildRequest(
+    request = BuildConfig(
         model=Path(model), output_dir=Path(folder), compression="hack:bits=4"
     )
     with LLM.load(build(request)) as llm:

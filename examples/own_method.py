@@ -12,25 +12,25 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvlathe import LLM, SamplingParams, build
-from kvlathe.engines.request import BuildRequest
-from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.export.methods.registry import METHODS, Method
+from kvlathe import LLM, BuildConfig, SamplingParams, build
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import NoOptions
+from kvlathe.export.methods.registry import methods
 from kvlathe.plan.formats import Tier
 
-SUMMARY = "full pages are kept in 8 bits"
 
-
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """``written``: the options behind the method's name; this one has none.
+def plan(options: NoOptions, page_tokens: int) -> Decision:
+    """``options``: what was written behind the method's name; this one has none.
     ``page_tokens``: tokens of a page, for methods whose groups run along them."""
-    chosen(written, {})
     return Decision(cold=Tier(8, 8, axis_k="rank", axis_v="rank"))
 
 
+METHOD = Method("full pages are kept in 8 bits", NoOptions(), plan=plan)
+
+
 def main(model: str, folder: str) -> None:
-    METHODS["eight"] = Method(SUMMARY, plan=plan)
-    request = BuildRequest(
+    methods()["eight"] = METHOD
+    request = BuildConfig(
         model=Path(model),
         output_dir=Path(folder),
         compression="eight",

@@ -1,7 +1,8 @@
 """kvlathe compresses the KV cache of a decoder LLM, exports it as an engine, and serves
 it.
 
-The public API: ``LLM``, ``SamplingParams``, ``Structure``, ``AsyncEngine``, ``build``.
+The public API: ``LLM``, ``SamplingParams``, ``Structure``, ``AsyncEngine``, ``build`` and
+its ``BuildConfig``.
 Each is imported when it is first used, so that ``import kvlathe`` loads no library.
 """
 
@@ -14,6 +15,7 @@ from kvlathe.base.package import __version__
 
 if TYPE_CHECKING:
     from kvlathe.engines.build import build
+    from kvlathe.engines.config import BuildConfig
     from kvlathe.runtime.async_engine import AsyncEngine
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BuildConfig",
     "SamplingParams",
     "Structure",
     "__version__",
@@ -34,6 +37,7 @@ _MODULES = {
     "SamplingParams": "kvlathe.runtime.text.sampling_params",
     "Structure": "kvlathe.runtime.text.structure",
     "build": "kvlathe.engines.build",
+    "BuildConfig": "kvlathe.engines.config",
 }
 """Public name -> the module that defines it."""
 

@@ -123,14 +123,17 @@ class AsyncEngine(ClosesAtExit):
         tenant: str = "",
         seconds: float | None = None,
     ) -> Request:
-        """Answer each of ``prompts`` (token ids) ``n`` times. ``on_delta`` is called in
-        the engine's thread: be quick.
+        """Answer each of ``prompts`` (token ids) ``n`` times.
 
         Answer i of prompt p has index p x n + i and draws from ``seed`` + i. Where the
-        plan allows, the answers of one prompt compute it once. Every sequence's last
-        delta has a finish_reason. ``tenant``: who shares pages, and takes turns with
-        other tenants. ``seconds``: the deadline, from now. Raises KvlatheError for what
-        this engine cannot serve, Busy if the queue is full; nothing was queued then.
+        plan allows, the answers of one prompt compute it once.
+        ``on_delta``: called in the engine's thread with every delta, so be quick. Every
+            sequence's last delta has a finish_reason.
+        ``tenant``: shares pages only with itself, and takes turns with other tenants.
+        ``seconds``: the deadline, from now.
+
+        Raises KvlatheError for what this engine cannot serve, Busy if the queue is
+        full; nothing was queued then.
         """
         self.check_count(len(prompts) * n)
         deadline = math.inf if seconds is None else time.perf_counter() + seconds

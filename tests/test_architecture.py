@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvlathe.plan.lives import LIVES
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("export", "engines", "runtime")
 """Top-level folders; kvlathe/export and its like are links to them."""
@@ -63,13 +65,14 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 
 TORCH_CUDA: dict[str, set[str]] = {
     "device": set(),
+    "inputs": {"device"},
     "model": set(),
-    "attention": {"model"},
+    "attention": {"device", "inputs", "model"},
     "sampling": {"model"},
     "page_sums": {"device", "sampling"},
     "session": {"device", "page_sums", "sampling"},
-    "tokens": {"device", "session"},
-    "compute": {"attention", "device", "model", "session", "tokens"},
+    "tokens": {"device", "inputs", "session"},
+    "compute": {"attention", "device", "inputs", "model", "session", "tokens"},
     "shards": {"attention", "compute", "device", "model", "sampling", "session"},
 }
 """The same for the rooms of runtime/sessions/torch_cuda, the third level, and for what
@@ -77,11 +80,10 @@ lies beside them."""
 
 SCHEDULING: dict[str, set[str]] = {
     "prompt": set(),
-    "step_room": set(),
     "sequence": {"prompt"},
     "packing": {"sequence"},
     "choosing": {"sequence"},
-    "step": {"choosing", "packing", "sequence", "step_room"},
+    "step": {"choosing", "packing", "sequence"},
     "admission": {"sequence"},
     "row_costs": {"admission"},
     "parts": {"row_costs", "sequence", "step"},
@@ -89,7 +91,7 @@ SCHEDULING: dict[str, set[str]] = {
     "shared_prompts": {"sequence"},
     "scheduler": {
         *("admission", "fair_queue", "parts", "sequence", "shared_prompts"),
-        "step_room",
+        "step",
     },
     "engine": {"choosing", "parts", "scheduler", "sequence", "step"},
 }
@@ -104,6 +106,7 @@ DEEPER: dict[tuple[str, ...], dict[str, set[str]]] = {
 
 CONDUCTORS = {
     "engines/order.py",
+    "engines/job.py",
     "engines/planning.py",
     "engines/pricing.py",
     "engines/build.py",
@@ -242,6 +245,28 @@ def test_the_tables_have_no_circle() -> None:
         graphlib.TopologicalSorter(table).prepare()
 
 
+def test_the_contract_has_no_circle() -> None:
+    """Among the modules of kvlathe/plan, imports for types alone included."""
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT / "kvlathe" / "plan").glob("*.py"):
+        names = {name for name in imports(path) if name.startswith("kvlathe.plan.")}
+        graph[f"kvlathe.plan.{path.stem}"] = names
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_nobody_asks_of_which_kind_a_life_is() -> None:
+    """A life answers for itself, so that a new one needs no other file."""
+    kinds = {life.__name__ for life in LIVES.values()}
+    places: list[str] = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+                if names & kinds:
+                    places.append(f"{name_of(path)} line {node.lineno}")
+    assert not places
+
+
 def test_the_import_rule_can_refuse() -> None:
     assert may_import("runtime/llm.py", "kvlathe.plan.plan")
     assert not may_import("runtime/llm.py", "kvlathe.export.folding.fold")
@@ -258,6 +283,9 @@ def test_the_import_rule_can_refuse() -> None:
     step = "runtime/scheduling/step.py"
     assert may_import(step, "kvlathe.runtime.scheduling.packing")
     assert not may_import(step, "kvlathe.runtime.scheduling.parts.ranking")
+    attend = "runtime/sessions/torch_cuda/attention/attend.py"
+    assert may_import(attend, f"{rooms}.model.rows")
+    assert not may_import(attend, f"{rooms}.shards.nccl")
     assert METHODS.search("use_fdc") and not METHODS.search("fdcx")
 
 
@@ -389,3 +417,26 @@ def test_checkpoints_are_read_without_running_their_code() -> None:
                 assert (
                     isinstance(node.value, ast.Constant) and node.value.value is False
                 ), name_of(path)
+
+
+MISSPELLED_FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*_[a-z_]+")
+"""A flag with the underscores of a field."""
+
+
+def test_flags_are_named_as_one_types_them() -> None:
+    """In refusals and help alike: ``--tokens-per-block``."""
+    places = [
+        f"{name_of(path)} {line}: {text}"
+        for path in sources()
+        for line, text in words(path)
+        if MISSPELLED_FLAG.search(text)
+    ]
+    kernels = (ROOT / "plugins_cpp" / "src").rglob("*.[ch]*")
+    places += [
+        name_of(path)
+        for path in kernels
+        if MISSPELLED_FLAG.search(path.read_text("utf-8"))
+    ]
+    assert not places
+    assert MISSPELLED_FLAG.search("give --kv_bits 16")
+    assert not MISSPELLED_FLAG.search("give --kv-bits 16; a--b_c; --config /x_y")

@@ -27,6 +27,7 @@ def test_importing_the_package_loads_no_library() -> None:
 
 def test_public_names_are_those_of_their_modules() -> None:
     from kvlathe.engines.build import build
+    from kvlathe.engines.config import BuildConfig
     from kvlathe.runtime.async_engine import AsyncEngine
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ def test_public_names_are_those_of_their_modules() -> None:
 
     public = (kvlathe.LLM, kvlathe.AsyncEngine, kvlathe.SamplingParams, kvlathe.build)
     assert public == (LLM, AsyncEngine, SamplingParams, build)
-    assert kvlathe.Structure is Structure
+    assert kvlathe.Structure is Structure and kvlathe.BuildConfig is BuildConfig
     assert set(kvlathe.__all__) <= set(dir(kvlathe))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = kvlathe.Nothing

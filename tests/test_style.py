@@ -25,9 +25,9 @@ MOST_FUNCTION_LINES = 50
 MOST_LINE = 100
 MOST_LONG_LINES = 0.005
 """The share of lines above MOST_LINE characters."""
-MOST_ONE_USE = 0.32
+MOST_ONE_USE = 0.31
 """The share of assignments whose name is read once, right after (``one_use``)."""
-MOST_ODD_DOCSTRINGS = 0.10
+MOST_ODD_DOCSTRINGS = 0.092
 """The share of docstrings that begin with one of ODD_STARTS."""
 ODD_STARTS = ("Of ", "What ", "Which ", "Who ", "Where ", "How ")
 """Starts without a subject or a verb: a reader must guess what the rest belongs to."""
@@ -37,8 +37,11 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 IGNORES = ("noqa", "type: ignore", "pyright: ignore")
 TYPE_IGNORES = ("type: ignore", "pyright:")
+FEWEST_TEST_WORDS = 3
+HEADLESS = ("it", "its", "they", "their", "them", "this", "that", "what")
+"""Words that a test's name does not begin with: only its file explains them."""
 MOST_TYPE_IGNORES = 3
-"""In tests: a class that is mixed into others, and two files of Triton kernels."""
+"""In tests and benchmarks: a class that is mixed into others, and two files of Triton kernels."""
 
 
 def functions(path: Path) -> Iterator[Function]:
@@ -113,8 +116,8 @@ LAWS: dict[Callable[[Path], list[str]], int] = {
     long_modules: 0,
     long_functions: 0,
     nested_comprehensions: 0,
-    anys: 107,
-    ignores: 53,
+    anys: 102,
+    ignores: 46,
 }
 """Law -> the number of places that break it today."""
 
@@ -129,7 +132,8 @@ def test_no_more_places_break_a_law_than_today(
 
 def test_tests_silence_the_type_checker_no_more_than_today() -> None:
     """Wrong types that a test passes on purpose are ``Any``, and need no comment."""
-    files = sorted(ROOT.joinpath("tests").rglob("*.py"))
+    folders = (ROOT / "tests", ROOT / "benchmarks")
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     places = [f"{name_of(x)} {at}" for x in files for at in comments(x, TYPE_IGNORES)]
     assert len(places) <= MOST_TYPE_IGNORES, "\n".join(places)
 
@@ -199,6 +203,21 @@ def test_few_names_are_read_once_right_after_they_are_given() -> None:
     assert len(found) <= MOST_ONE_USE * sum(count for count, _ in every), "\n".join(
         found
     )
+
+
+def names_of_tests() -> Iterator[tuple[str, list[str]]]:
+    """Each test of the repository, and the words of its name."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for function in functions(path):
+            if function.name.startswith("test_"):
+                words = function.name.removeprefix("test_").split("_")
+                yield f"{name_of(path)} {function.name}", words
+
+
+def test_names_of_tests_say_the_law_without_their_file() -> None:
+    every = list(names_of_tests())
+    assert not [name for name, words in every if len(words) < FEWEST_TEST_WORDS]
+    assert not [name for name, words in every if words[0] in HEADLESS]
 
 
 def docstrings(path: Path) -> Iterator[str]:

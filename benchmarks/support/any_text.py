@@ -91,6 +91,6 @@ class Corpus:
         return cls(others, texts[:count], encoder)
 
     def ids(self, texts: list[str]) -> np.ndarray:
-        """Of all of them, each with the end of text behind it."""
+        """Token ids of all texts, each with the end of text behind it."""
         encoded = self.encoder.encode_batch([text + END for text in texts])
         return np.concatenate([np.array(one.ids, np.uint16) for one in encoded])

@@ -235,7 +235,7 @@ class Worker:
         self._ran(ran)
 
     def _seconds(self, steps: int) -> float:
-        """Of so many steps of the answers that run."""
+        """Seconds of so many steps of the answers that run."""
         times, answers = self.engine.times, len(self.running)
         further = answers * steps * (steps - 1) / 2
         reading = times.cached * (self.cached * steps + further)

@@ -1,5 +1,5 @@
-"""What all commands of this folder share. It needs the standard library alone, so that
-child processes whose memory is measured stay small."""
+"""Parts that all commands of this folder share. They need the standard library alone,
+so that child processes whose memory is measured stay small."""
 
 from __future__ import annotations
 

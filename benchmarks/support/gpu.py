@@ -1,4 +1,4 @@
-"""What is timed on a GPU, and how: ranks and lengths of one layer's attention, CUDA
+"""Timing on a GPU: ranks and lengths of one layer's attention, CUDA
 graphs and events."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes: the kernels that some work launched, in groups.
+"""The GPU's time by kernels: those that some work launched, in groups.
 
 torch's profiler names and times them. Its own cost lies on the host, so time in which the
 GPU is idle is an upper bound of what it is otherwise.
@@ -48,7 +48,7 @@ def group_of(kernel: str) -> str:
 
 
 def busy_time(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of the ``spans`` (begin, end) lasts."""
+    """The time in which at least one of the ``spans`` (begin, end) lasts."""
     busy, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, reached))
@@ -57,7 +57,7 @@ def busy_time(spans: list[tuple[float, float]]) -> float:
 
 
 def summed(kernels: list[tuple[str, float, float]]) -> KernelTimes:
-    """Of kernels (name, begin, end) in microseconds."""
+    """Times of kernels (name, begin, end) in microseconds."""
     groups = dict.fromkeys([*GROUPS, OTHERS], 0.0)
     unknown: dict[str, float] = {}
     for name, begin, end in kernels:
@@ -71,7 +71,7 @@ def summed(kernels: list[tuple[str, float, float]]) -> KernelTimes:
 
 
 def kernel_times(work: Callable[[], object]) -> KernelTimes:
-    """Of the kernels that ``work`` launches. Needs a CUDA GPU."""
+    """Times of the kernels that ``work`` launches. Needs a CUDA GPU."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         work()
         torch.cuda.synchronize()

@@ -1,5 +1,5 @@
-"""What a small model learns long-range retrieval from: records of keys and values, text
-between them, and questions about them."""
+"""Exercises from which a small model learns long-range retrieval: records of keys and
+values, text between them, and questions about them."""
 
 from __future__ import annotations
 

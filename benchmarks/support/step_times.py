@@ -1,4 +1,4 @@
-"""How long a step of an engine takes, from what was measured.
+"""The length of an engine's step, from what was measured.
 
     seconds = step + prompt_token * prompt tokens + decode_token * answers
               + pair * (prompt token, earlier token) pairs + cached * tokens that answers read
@@ -33,17 +33,18 @@ class StepTimes:
     cached: float
 
     def prompt(self, tokens: int, pairs: float) -> float:
-        """What prompt tokens add to a step."""
+        """Seconds that prompt tokens add to a step."""
         return self.prompt_token * tokens + self.pair * pairs
 
     def decode(self, answers: int, cached: int) -> float:
-        """What answers add to a step. ``cached``: tokens that they read together."""
+        """Seconds that answers add to a step. ``cached``: tokens that they read
+        together."""
         return self.decode_token * answers + self.cached * cached
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was timed, as counts of the five parts. ``source``: the page, and the words
+    """One timing, as counts of the five parts. ``source``: the page, and the words
     on it."""
 
     steps: float
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Build:
-    """What was measured of one build of a model. ``token_bytes``: of its cache."""
+    """Timings of one build of a model. ``token_bytes``: of its cache."""
 
     name: str
     token_bytes: int

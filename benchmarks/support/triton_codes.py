@@ -183,7 +183,7 @@ def _sums(at, packed, codes, shape, SUMS: tl.constexpr, BITS: tl.constexpr):
 @jit
 def _group_scores(page, k, k_meta, k_sums, group, groups, first, size, rank_k, queries, q_scale, q_offset, q_sum,
                   BITS: tl.constexpr, SUMS: tl.constexpr, P: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """What the channels of one group add to the scores [P, GP]."""
+    """Terms that the channels of one group add to the scores [P, GP]."""
     PACK: tl.constexpr = 8 // BITS
     place, column = tl.arange(0, P), tl.arange(0, D // PACK)
     packed = tl.load(page + k + (place[:, None] * rank_k + first) // PACK + column[None, :],

@@ -165,8 +165,8 @@ def _scores(q, k, total_q, c, s, m, t, FORM: tl.constexpr):
 
 @jit
 def _weigh(scores, unit, top, FORM: tl.constexpr):
-    """Of a tile of scores / ``unit``: the next maximum, what was before times, p (16
-    bit or codes), b, e, sum of p'."""
+    """The softmax of a tile of scores / ``unit``: the next maximum, what was before
+    times, p (16 bit or codes), b, e, sum of p'."""
     mine = tl.maximum(tl.max(scores, 1) * unit, LOWEST)
     new = tl.maximum(top, mine)
     keep = tl.exp2(top - new)
@@ -218,7 +218,7 @@ def _three(meta, sums, row, column, D: tl.constexpr, FORM: tl.constexpr):
 
 @jit
 def _rows(q, meta, sums, at, places, KD: tl.constexpr):
-    """Of one group of a query head's rows: codes, a, the sums and c / a."""
+    """Codes of one group of a query head's rows: codes, a, the sums and c / a."""
     a, c = _unpacked(tl.load(meta + places))
     return (
         tl.load(q + at[:, None] * KD + tl.arange(0, KD)[None, :]),

@@ -355,7 +355,7 @@ class PromptCall:
         return float(wrong), 4e-3
 
     def error(self, rows: Sequence[int]) -> float:
-        """Of what lies in ``out``, against exact attention."""
+        """The error of what lies in ``out``, against exact attention."""
         exact = self.reference("exact", rows, TILE)
         return float(
             (self.out[list(rows)].double() - exact).abs().max() / exact.abs().max()

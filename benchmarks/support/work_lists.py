@@ -1,4 +1,4 @@
-"""How decode attention is cut into work: the papers' longest-first rule and equal
+"""Decode attention cut into work: the papers' longest-first rule and equal
 intervals of bytes.
 
 A pair is one (sequence, head) with a number of pages; its cost is pages x (rank_k +

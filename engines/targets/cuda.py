@@ -66,10 +66,10 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
 
 
 def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
-    bits = {form.bits for form in plan.index.hot_tier.formats}
-    if bits == {16}:
+    hot = plan.index.hot_tier
+    if hot.k.is_half and hot.v.is_half:
         return None
-    return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
+    return f"its hot pages have {hot.widest} bits", "build with --kv-bits 16"
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -88,7 +88,7 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
             f"its quantized pages have {page} tokens, and the kernels take "
             f"powers of two from {least} to {most}"
         )
-        return reason, "build with --tokens_per_block 64 or 128"
+        return reason, "build with --tokens-per-block 64 or 128"
     return None
 
 

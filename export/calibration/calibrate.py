@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kvlathe.base.console import working
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.calibration.entropy import Entropies
+from kvlathe.export.calibration import entropy
+from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
@@ -199,7 +200,8 @@ def _observe_all(
                     halves[i % 2], layer, before, captured, own.wo_each, attended
                 )
                 if entropies.texts:
-                    entropies.observe(i, layer, before, *_heads(captured), attended)
+                    heads = _heads(captured)
+                    entropy.observe(entropies, i, layer, before, *heads, attended)
                 hidden[i] = captured.hidden
                 advance(lengths[i] / spec.layers)
     return grams

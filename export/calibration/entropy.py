@@ -5,37 +5,22 @@ Of a matrix X [n, d], one row a token: rows are centred and each brought to leng
 Sigma is their mean outer product (Eq. 1, trace 1), H_k = - sum of sigma log sigma over
 its k largest eigenvalues (Eq. 9), erank_k = exp(H_k) (Eq. 10). float64 throughout,
 wherever the tensors are.
-Sizes: L layers, Hq query heads, H KV heads, S texts.
+Sizes: Hq query heads, H KV heads.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlathe.export.calibration.effective_ranks import (
+    LAST,
+    RECENT,
+    TRUNCATIONS,
+    WINDOW,
+    Entropies,
+)
 from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
-from kvlathe.plan.heads import ModelShape
-
-Array = npt.NDArray[np.float64]
-
-TRUNCATIONS = ("elbow", "16", "32", "64", "all")
-"""The values of k that every statistic is kept for, its last axis: the spectrum's
-elbow, a count, or no truncation."""
-LAST = 8
-"""The newest tokens, whose attention says which others matter (section 3.3; A.3)."""
-WINDOW = 384 / 4096
-"""Share of a text's tokens that a compressed head keeps where windows are compared: the
-paper's main setting."""
-RECENT = (0.0, 0.125, 0.25, 0.375, 0.5, 0.75)
-"""Shares of a window that its newest tokens may take; the others are those with most
-attention (section 4.2: H/R)."""
 
 
 # -- one matrix ------------------------------------------------------------------------
@@ -125,135 +110,32 @@ def window(attention: Tensor, size: int, recent: float) -> Tensor:
 
 
 # -- a calibration ---------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class Entropies:
-    """Effective ranks of S sampled texts; the last axis is TRUNCATIONS. Queries and
-    keys are those after RoPE.
-
-    ``queries`` [S, L, Hq, K], ``keys`` [S, L, H, K], ``hidden`` [S, L, K] (each layer's
-    input). ``windows`` [S, L, R, K]: mean over lanes of the keys that a window keeps,
-    for every share in RECENT. ``likeness`` [S, L, H, H]: cosine of what two lanes' last
-    tokens attend to.
-    """
-
-    queries: Array
-    keys: Array
-    hidden: Array
-    windows: Array
-    likeness: Array
-
-    @classmethod
-    def shapes(cls, shape: ModelShape, texts: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every array for ``texts`` texts: numbers are a few for each head
-        and text."""
-        each = (texts, shape.layers)
-        k = len(TRUNCATIONS)
-        return {
-            "queries": (*each, shape.query_heads, k),
-            "keys": (*each, shape.kv_heads, k),
-            "hidden": (*each, k),
-            "windows": (*each, len(RECENT), k),
-            "likeness": (*each, shape.kv_heads, shape.kv_heads),
-        }
-
-    @classmethod
-    def empty(cls, shape: ModelShape, texts: int) -> Entropies:
-        shapes = cls.shapes(shape, texts)
-        return cls(**{name: np.zeros(size) for name, size in shapes.items()})
-
-    @property
-    def texts(self) -> int:
-        return len(self.hidden)
-
-    def arrays(self) -> dict[str, Array]:
-        names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names}
-
-    def observe(
-        self,
-        text: int,
-        layer: int,
-        hidden: Tensor,
-        q: Tensor,
-        k: Tensor,
-        attended: PlainAttention,
-    ) -> None:
-        """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
-        at = (text, layer)
-        tokens, d = k.shape[1:]
-        attention = last_attention(q, k, attended)  # [H, n]
-        size = max(LAST, round(WINDOW * tokens))
-        kept = []
-        for recent in RECENT:
-            of_lanes = window(attention, size, recent)[..., None].expand(-1, -1, d)
-            kept.append(k.gather(1, of_lanes))
-        windows = eranks(torch.stack(kept)).mean(1)  # [len(RECENT), len(TRUNCATIONS)]
-        unit = attention / attention.norm(dim=-1, keepdim=True)  # [H, n]
-        found = (
-            (self.hidden, eranks(hidden)),
-            (self.queries, eranks(q)),
-            (self.keys, eranks(k)),
-            (self.windows, windows),
-            (self.likeness, unit @ unit.mT),
-        )
-        for array, ranks in found:
-            array[at] = ranks.cpu().numpy()
-
-
-def truncation(k: str) -> int:
-    """The place of ``k`` in TRUNCATIONS."""
-    return TRUNCATIONS.index(k)
-
-
-# -- what the method decides by --------------------------------------------------------
-def lane_eranks(entropies: Entropies, k: str) -> Array:
-    """[S, L, H]: a KV head's effective rank is the mean over its query heads."""
-    ranks = entropies.queries[..., truncation(k)]
-    texts, layers = ranks.shape[:2]
-    return ranks.reshape(texts, layers, entropies.keys.shape[2], -1).mean(-1)
-
-
-def votes(eranks_of: Array) -> npt.NDArray[np.int64]:
-    """[L, H]: how many texts put a head into the upper half of its layer, from
-    effective ranks [S, L, H].
-
-    Where a layer has a single head, all layers' heads are ranked together.
-    """
-    single = eranks_of.shape[2] == 1
-    ranks = eranks_of.swapaxes(1, 2) if single else eranks_of
-    place = np.argsort(np.argsort(ranks, -1, kind="stable"), -1, kind="stable")
-    half = -(-ranks.shape[-1] // 2)
-    upper = place >= half
-    if single:
-        upper = upper.swapaxes(1, 2)
-    return upper.sum(0)
-
-
-def drops(hidden: Sequence[float] | Array, epsilon: float) -> list[int]:
-    """Layers before which the effective rank falls by more than ``epsilon`` (Eq. 11),
-    from one rank a layer."""
-    layers: list[int] = []
-    for layer, (before, after) in enumerate(pairwise(hidden), 1):
-        if before - after > epsilon:
-            layers.append(layer)
-    return layers
-
-
-def likest_recent(entropies: Entropies, k: str) -> tuple[float, list[float]]:
-    """The share of RECENT whose keys' layer trend follows the whole keys' most closely,
-    and every share's Pearson correlation (0 where a trend is flat).
-    """
-    at = truncation(k)
-    whole = entropies.keys[..., at].mean((0, 2))  # [L]
-    trends = entropies.windows[..., at].mean(0).T  # [len(RECENT), L]
-    correlations = [_pearson(whole, trend) for trend in trends]
-    return RECENT[int(np.argmax(correlations))], correlations
-
-
-def _pearson(a: Array, b: Array) -> float:
-    a = a - a.mean()
-    b = b - b.mean()
-    size = float(np.linalg.norm(a) * np.linalg.norm(b))
-    if size <= 0:
-        return 0.0
-    return float(a @ b) / size
+def observe(
+    entropies: Entropies,
+    text: int,
+    layer: int,
+    hidden: Tensor,
+    q: Tensor,
+    k: Tensor,
+    attended: PlainAttention,
+) -> None:
+    """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
+    at = (text, layer)
+    tokens, d = k.shape[1:]
+    attention = last_attention(q, k, attended)  # [H, n]
+    size = max(LAST, round(WINDOW * tokens))
+    kept = []
+    for recent in RECENT:
+        of_lanes = window(attention, size, recent)[..., None].expand(-1, -1, d)
+        kept.append(k.gather(1, of_lanes))
+    windows = eranks(torch.stack(kept)).mean(1)  # [len(RECENT), len(TRUNCATIONS)]
+    unit = attention / attention.norm(dim=-1, keepdim=True)  # [H, n]
+    found = (
+        (entropies.hidden, eranks(hidden)),
+        (entropies.queries, eranks(q)),
+        (entropies.keys, eranks(k)),
+        (entropies.windows, windows),
+        (entropies.likeness, unit @ unit.mT),
+    )
+    for array, ranks in found:
+        array[at] = ranks.cpu().numpy()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.calibration.entropy import Entropies
+from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.plan.heads import ModelShape
 
 SCHEMA_VERSION = 2

@@ -1,10 +1,11 @@
 """Compression methods as data. No other room names a method.
 
-registry     the methods, and what a method is made of
-options      how a request such as "name:key=value+name" is spelled; what a method
-             decided (Decision)
-composition  from a request to a plan and a basis
-variants     the plans of one request that a search tries
+method       what a method is made of, and what it answers (Decision)
+options      how a method's options are declared and read
+registry     the methods: every file here that has a METHOD
+compression  what was asked for, parsed once: "name:option=value+name"
+composition  from a compression to a plan and a basis
+variants     the plans of one compression that a search tries
 evidence     why a plan's bases should be believed, for the report
 
 A method is one file with a SUMMARY and the functions that registry.py describes. Methods

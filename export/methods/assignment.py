@@ -1,4 +1,4 @@
-"""Which form every lane takes: the least sum of measured losses under one budget of
+"""The form that every lane takes: the least sum of measured losses under one budget of
 bytes.
 
 A lane's loss is that of its K's form, of its V's and of its window; its bytes are those
@@ -24,7 +24,7 @@ MOST_FORMATS = 2
 MOST_WINDOWS = 2
 """Beside lanes that keep all tokens."""
 PRICES = 128
-"""Of a byte, tried for a bound."""
+"""Prices of a byte that are tried for a bound."""
 UNITS = 20_000
 """That a budget is counted in: the knapsack rounds bytes up to one."""
 CLOSE = 1.005
@@ -40,18 +40,10 @@ class Assignment:
     v: Places
     window: Places
 
-    def shuffled(self, rng: np.random.Generator) -> Assignment:
-        """The same forms dealt to other lanes: equal bytes, no adaptation."""
-        order = rng.permutation(len(self.k))
-        k = self.k[order]
-        v = self.v[order]
-        window = self.window[order]
-        return Assignment(k, v, window)
-
 
 @dataclass(frozen=True)
 class Allowed:
-    """What one plan uses: pairs of K's and V's format, places in FORMATS, and token
+    """The forms that one plan uses: pairs of K's and V's format, places in FORMATS, and token
     lives, places in ``Grid.lives``."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -83,11 +75,10 @@ class Priced:
         return float((of_keys + of_values + of_windows).sum())
 
     def bytes(self, choice: Assignment) -> int:
-        """Of the grid's sequence."""
+        """Bytes of the grid's sequence."""
         sizes = self.grid.bytes
-        of_keys = sizes[choice.k, choice.window]
-        of_values = sizes[choice.v, choice.window]
-        return int((of_keys + of_values).sum())
+        of_lanes = sizes[choice.k, choice.window] + sizes[choice.v, choice.window]
+        return int(of_lanes.sum())
 
     @property
     def least(self) -> int:
@@ -124,58 +115,40 @@ class Priced:
     # -- one choice of formats and windows ---------------------------------------------
     def _within(self, allowed: Allowed, budget: int) -> Assignment | None:
         """The knapsack over what is allowed; None where nothing fits."""
-        every = range(self.lanes)
-        fronts = [self._front(lane, allowed) for lane in every]
+        fronts = [self._front(lane, allowed) for lane in range(self.lanes)]
         width = max(map(len, fronts))
-        rows = [_padded(front, width) for front in fronts]
-        padded = np.stack(rows)
+        padded = np.stack([_padded(front, width) for front in fronts])
         loss = padded[..., 0]
-        sizes = padded[..., 1]
-        cost = sizes.astype(np.int64)
-        least = cost.min(-1)
-        if least.sum() > budget:
+        cost = padded[..., 1].astype(np.int64)
+        if cost.min(-1).sum() > budget:
             return None
-        enough = 100 * self.lanes
-        units = max(UNITS, enough)
-        picks = allocate.cheapest(loss, cost, budget, units)
-        lanes = np.arange(self.lanes)
-        picked = padded[lanes, picks].astype(np.int64)
-        _, _, k, v, window = picked.T
+        picks = allocate.cheapest(loss, cost, budget, max(UNITS, 100 * self.lanes))
+        _, _, k, v, window = padded[np.arange(self.lanes), picks].astype(np.int64).T
         return Assignment(k, v, window)
 
     def _front(self, lane: int, allowed: Allowed) -> Array:
         """The lane's ways that no other beats in both loss and bytes, fewest bytes
         first: rows of loss, bytes, K's option, V's option, life."""
         ways = []
+        row = self.lanes + lane  # of its V
         for k, v in allowed.pairs:
-            row = self.lanes + lane
-            keys = self._side_front(lane, k)
-            values = self._side_front(row, v)
-            both = itertools.product(keys, values)
-            pairs = np.array(list(both))
-            of_k, of_v = pairs.T
-            loss_k = self.loss[lane, of_k]
-            loss_v = self.loss[row, of_v]
-            loss = loss_k + loss_v
-            bytes_k = self.grid.bytes[of_k]
-            bytes_v = self.grid.bytes[of_v]
-            sizes = bytes_k + bytes_v
+            both = itertools.product(
+                self._side_front(lane, k), self._side_front(row, v)
+            )
+            of_k, of_v = np.array(list(both)).T  # options, [ways] each
+            loss = self.loss[lane, of_k] + self.loss[row, of_v]
+            sizes = self.grid.bytes[of_k] + self.grid.bytes[of_v]
             for life in allowed.lives:
-                of_window = self.window_loss[lane, life]
-                whole = loss + of_window
-                cost = sizes[:, life]
-                which = np.full(len(loss), life)
-                columns = [whole, cost, of_k, of_v, which]
-                way = np.stack(columns, 1)
-                ways.append(way)
+                whole = loss + self.window_loss[lane, life]
+                columns = [whole, sizes[:, life], of_k, of_v, np.full(len(loss), life)]
+                ways.append(np.stack(columns, 1))  # [ways, 5]
         return _pareto(np.concatenate(ways))
 
     def _side_front(self, row: int, form: int) -> Places:
         """Options of one format that are on the front of one side of a lane."""
         options = self._options_in(form)
         sizes = self.grid.sizes[options].astype(float)
-        table = np.stack([self.loss[row, options], sizes], 1)
-        return options[_pareto_places(table)]
+        return options[_pareto_places(np.stack([self.loss[row, options], sizes], 1))]
 
     # -- which formats and windows -----------------------------------------------------
     @cached_property
@@ -189,8 +162,7 @@ class Priced:
     def _life_sets(self) -> list[tuple[int, ...]]:
         """All tokens, and as many windows as a plan may have."""
         places = range(1, len(self.grid.lives))
-        count = min(MOST_WINDOWS, len(places))
-        windows = itertools.combinations(places, count)
+        windows = itertools.combinations(places, min(MOST_WINDOWS, len(places)))
         return [(0, *few) for few in windows]
 
     def _pair_sets(self) -> list[tuple[tuple[int, int], ...]]:
@@ -215,20 +187,16 @@ class Priced:
             rows.append([pair_at[pair] for pair in pairs])
         members = np.array(rows)
         bounds = np.full((len(pair_sets), len(life_sets)), -np.inf)
-        dearest = max(self.loss.max(), self.window_loss.max())
-        scale = dearest / self.grid.bytes.min()
-        prices = scale * np.geomspace(1e-12, 1, PRICES)
-        for price in prices:
+        scale = max(self.loss.max(), self.window_loss.max()) / self.grid.bytes.min()
+        for price in scale * np.geomspace(1e-12, 1, PRICES):
             by_set = self._paid(price)[members].min(1)  # [sets, lanes, lives]
             for i, lives in enumerate(life_sets):
-                least = by_set[..., list(lives)].min(-1).sum(-1)
-                bound = least - price * budget
+                bound = by_set[..., list(lives)].min(-1).sum(-1) - price * budget
                 bounds[:, i] = np.maximum(bounds[:, i], bound)
         every = itertools.product(pair_sets, life_sets)
         allowed = [Allowed(pairs, lives) for pairs, lives in every]
         lower = bounds.ravel()
-        order = np.argsort(lower, kind="stable")
-        return [(float(lower[i]), allowed[i]) for i in order]
+        return [(float(lower[i]), allowed[i]) for i in np.argsort(lower, kind="stable")]
 
     def _paid(self, price: float) -> Array:
         """[pairs, lanes, lives]: least loss + price x bytes of each pair of formats
@@ -237,8 +205,7 @@ class Priced:
         keys = []
         values = []
         for form in range(len(FORMATS)):
-            options = self._options_in(form)
-            least = priced[:, options].min(1)
+            least = priced[:, self._options_in(form)].min(1)
             keys.append(least[: self.lanes])
             values.append(least[self.lanes :])
         paid = []
@@ -251,17 +218,14 @@ class Priced:
     def _format_of(self) -> Places:
         """[options]: the place in FORMATS of every option's format."""
         formats = [form for _, form in self.grid.options]
-        places = [FORMATS.index(form) for form in formats]
-        return np.array(places)
+        return np.array([FORMATS.index(form) for form in formats])
 
     def _options_in(self, form: int) -> Places:
         """The options of one format, a place in FORMATS."""
         return np.flatnonzero(self._format_of == form)
 
     def _smallest(self, form: int) -> int:
-        options = self._options_in(form)
-        sizes = self.grid.bytes[options]
-        return int(sizes.min())
+        return int(self.grid.bytes[self._options_in(form)].min())
 
 
 def _pareto_places(table: Array) -> npt.NDArray[np.int64]:
@@ -270,9 +234,7 @@ def _pareto_places(table: Array) -> npt.NDArray[np.int64]:
     losses, sizes = table[:, 0], table[:, 1]
     order = np.lexsort((losses, sizes))
     loss = losses[order]
-    least = np.minimum.accumulate(loss)
-    before = np.insert(least[:-1], 0, np.inf)
-    return order[loss < before]
+    return order[loss < np.insert(np.minimum.accumulate(loss)[:-1], 0, np.inf)]
 
 
 def _pareto(table: Array) -> Array:
@@ -281,5 +243,4 @@ def _pareto(table: Array) -> Array:
 
 def _padded(front: Array, width: int) -> Array:
     """``width`` rows; what is missing repeats the smallest, which is never worth it."""
-    missing = np.repeat(front[:1], width - len(front), 0)
-    return np.concatenate([front, missing])
+    return np.concatenate([front, np.repeat(front[:1], width - len(front), 0)])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
@@ -24,25 +23,32 @@ from kvlathe.export.methods.assignment import Assignment
 from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
 from kvlathe.export.methods.groups import layer_lives
 from kvlathe.export.methods.lowrank import full_lanes
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.method import Method
+from kvlathe.export.methods.options import NoOptions, RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.lives import Life
 
-SUMMARY = "ranks, bits and tokens of each head, chosen together by measured sensitivity"
-CALIBRATION: Literal["random", "text"] = "text"
 
-
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """The balanced basis."""
     return balanced_rotation(stats)
+
+
+METHOD = Method(
+    "ranks, bits and tokens of each head, chosen together by measured sensitivity",
+    NoOptions(),
+    rotate=rotate,
+    calibration="text",
+    measured=True,
+)
 
 
 # -- a choice as a plan ----------------------------------------------------------------
 @dataclass(frozen=True)
 class Chosen:
-    """What a plan is made of."""
+    """Lanes, matrices and groups that a plan is made of."""
 
     lanes: tuple[Lane, ...]
     basis: Basis
@@ -64,8 +70,7 @@ def made(
         rank_k, k = grid.options[option_k]
         rank_v, v = grid.options[option_v]
         life = own.get(lane.layer) or grid.lives[window]
-        kind = _tier(k, v, grid.page_tokens), life
-        members.setdefault(kind, []).append(index)
+        members.setdefault((_tier(k, v, grid.page_tokens), life), []).append(index)
         at = lane.layer, lane.head
         cut, basis[at] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)

@@ -1,70 +1,74 @@
-"""What the methods share that keep a budget of tokens by attention: how their options
-are written."""
+"""Methods that keep a budget of tokens by attention: their options, and the method that
+follows from what tokens are ranked by.
+
+>>> from kvlathe.export.methods.compression import parse
+>>> (asked,) = parse("h2o:budget=256").methods
+>>> (life,) = asked.outline(page_tokens=64).tokens
+>>> life.recent
+128
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision, known_only
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    MethodOptions,
+    Number,
+    count,
+    option,
+)
 from kvlathe.plan.lives import Budget
 from kvlathe.plan.observation import ObservationWindow
 
-BUDGET = 512
-"""Tokens, unless asked otherwise; and tokens of a slice."""
-
-MOST = 1 << 31
-"""Tokens that no sequence has."""
+SLICED = "Tokens of a prompt that are ranked together; 0 for a whole prompt."
 
 
-def budget(
-    written: dict[str, str],
-    page_tokens: int,
-    observation: ObservationWindow,
-    recent: float,
+@dataclass(frozen=True)
+class BudgetOptions(MethodOptions):
+    """The tokens that a lane keeps."""
+
+    budget: int = option(
+        512,
+        count("a count of tokens", 1),
+        "Tokens that each head keeps, in whole pages.",
+    )
+    recent: float = option(
+        0.5,
+        Number("a share of the budget"),
+        "Share of the budget for the newest tokens.",
+    )
+    slice: int = option(512, count("a count of tokens"), SLICED)
+
+
+def budgeted(
+    summary: str, observation: ObservationWindow, recent: float
+) -> Method[BudgetOptions]:
+    """The method whose lanes keep ``budget`` tokens: the share ``recent`` of them, unless
+    asked otherwise, is the newest, and ``observation`` ranks the others."""
+
+    def plan(options: BudgetOptions, page_tokens: int) -> Decision:
+        return _kept(options, page_tokens, observation)
+
+    return Method(summary, BudgetOptions(recent=recent), plan=plan)
+
+
+def _kept(
+    options: BudgetOptions, page_tokens: int, observation: ObservationWindow
 ) -> Decision:
-    """Every lane keeps ``budget`` tokens, whole pages, the share ``recent`` of them the
-    newest. Raises KvlatheError."""
-    known_only(written, ("budget", "recent", "slice"))
-    tokens, share = (
-        _number(written, key, default)
-        for key, default in (("budget", BUDGET), ("recent", recent))
-    )
-    if not page_tokens <= tokens < MOST or not 0 <= share <= 1:
+    """One budget for every lane, in whole pages. Raises KvlatheError for less than
+    one."""
+    if options.budget < page_tokens:
         raise KvlatheError(
-            f"budget={tokens:g},recent={share:g} cannot be used",
-            f"a page holds {page_tokens} tokens, and recent is a share of the budget",
-            "write for example budget=512,recent=0.5",
+            f"budget={options.budget} cannot be used",
+            f"a page holds {page_tokens} tokens",
+            f"write for example budget={max(512, page_tokens)}",
         )
-    size = round(tokens / page_tokens) * page_tokens
+    size = round(options.budget / page_tokens) * page_tokens
     return Decision(
-        tokens=(Budget(size, recent=round(share * size)),),
-        observation=sliced(observation, written, BUDGET),
+        tokens=(Budget(size, recent=round(options.recent * size)),),
+        observation=dataclasses.replace(observation, slice_tokens=options.slice),
     )
-
-
-def sliced(
-    observation: ObservationWindow, written: Mapping[str, str], default: int
-) -> ObservationWindow:
-    """Prompts are ranked in slices of ``slice`` tokens (0: whole), as written or by
-    ``default``. Raises KvlatheError."""
-    size = _number(written, "slice", default)
-    if not 0 <= size < MOST or size != int(size):
-        raise KvlatheError(
-            f"slice={size:g} cannot be used",
-            "it is a count of tokens, or 0 for whole prompts",
-            f"write slice={default}",
-        )
-    return dataclasses.replace(observation, slice_tokens=int(size))
-
-
-def _number(written: Mapping[str, str], key: str, default: float) -> float:
-    try:
-        return float(written.get(key, default))
-    except ValueError:
-        raise KvlatheError(
-            f"{key}={written[key]} cannot be used",
-            "it is no number",
-            f"write {key}={default}",
-        ) from None

@@ -1,4 +1,4 @@
-"""Composition: from a request to one plan and one basis.
+"""Composition: from a compression to one plan and one basis.
 
 Each method answers with a Decision. At most one decides the ranks, at most one the
 number format of full pages, at most one which tokens are kept.
@@ -7,6 +7,7 @@ number format of full pages, at most one which tokens are kept.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.channels import scaled
+from kvlathe.export.methods.compression import Compression, RequestedMethod
 from kvlathe.export.methods.groups import (
     cold_tier,
     groups,
@@ -24,20 +26,8 @@ from kvlathe.export.methods.groups import (
 )
 from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
-from kvlathe.export.methods.options import (
-    Decision,
-    Options,
-    RequestedMethod,
-    with_written,
-)
-from kvlathe.export.methods.registry import (
-    Method,
-    Rotate,
-    chooses_ranks,
-    measured,
-    measures_heads,
-    methods_of,
-)
+from kvlathe.export.methods.method import Decision, Rotate
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.observation import ObservationWindow
@@ -48,7 +38,7 @@ Made = tuple[CompressionPlan, Basis]
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What no method decides: bits of a cached number (16 or 32), tokens a page, the
+    """Settings that no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
     K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
     ``layer_windows``: tokens that each layer's queries see in the model itself, their
@@ -69,107 +59,103 @@ class CacheSettings:
         return any(self.layer_windows)
 
 
-def check_layer_windows(request: str, outline: Decision) -> None:
-    """Raise KvlatheError where ``request`` ranks tokens, of a model whose layers see
+def check_layer_windows(compression: Compression, outline: Decision) -> None:
+    """Raise KvlatheError where ``compression`` ranks tokens, of a model whose layers see
     windows: what is ranked counts every token of every head."""
     if outline.observation or outline.compacts or outline.split:
         raise KvlatheError(
-            f"{request} cannot be used with this model",
+            f"{compression} cannot be used with this model",
             "some of its layers see a window of tokens, and a ranking is of all tokens",
             "choose a compression that treats all tokens alike",
         )
 
 
-def verify(request: str, options: Options, page_tokens: int) -> Decision:
-    """Raise KvlatheError for all that can be refused without a model: unknown names and
-    options, methods that exclude each other, a target that none of them can be asked
-    for. Returns what is known of formats and tokens by then.
+def verify(
+    compression: Compression, options: RankOptions, page_tokens: int
+) -> Decision:
+    """Raise KvlatheError for all that can be refused without a model: methods that
+    exclude each other, a target that none of them can be asked for. Returns what is
+    known of formats and tokens by then.
     """
-    if measured(request):
+    if compression.measured:
         return Decision()
-    requested = methods_of(request)
-    choosing_ranks = [one for one, method in requested if method.rotate]
-    _only_one("the ranks", choosing_ranks)
+    _only_one("the ranks", compression.choosing_ranks)
     outlines = [
-        (one, method.plan(one.options, page_tokens))
-        for one, method in requested
-        if not method.rotate
+        (one, one.outline(page_tokens))
+        for one in compression.methods
+        if not one.method.rotate
     ]
     outline = _joined(outlines)
-    if choosing_ranks:
-        options = with_written(options, choosing_ranks[0].options)
-    _check_target(request, options, bool(choosing_ranks), outline)
+    for one in compression.choosing_ranks:
+        options = one.overruling(options)
+    _check_target(compression, options, outline)
     return outline
 
 
 def _check_target(
-    request: str, options: Options, has_ranks: bool, outline: Decision
+    compression: Compression, options: RankOptions, outline: Decision
 ) -> None:
     """Raise KvlatheError for a share of the bytes that nothing can be asked for."""
     has_rate = options.removal_rate is not None
     has_ratio = options.compression_ratio is not None
-    if (has_rate or has_ratio) and not has_ranks:
+    if (has_rate or has_ratio) and not compression.choosing_ranks:
         raise KvlatheError(
-            f"{request} cannot remove a given share",
+            f"{compression} cannot remove a given share",
             "none of its methods chooses the ranks",
             "compose it with one that does, or leave the share out",
         )
     if has_ratio and outline.has_budget:
         raise KvlatheError(
-            f"{request} cannot remove a given share",
+            f"{compression} cannot remove a given share",
             "what a budget of tokens removes depends on the sequence's length",
             "say what the ranks remove: --removal-rate",
         )
 
 
 def compose(
-    request: str,
+    compression: Compression,
     shape: ModelShape,
     rope: bool,
     stats: Stats | None,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> Made:
-    """The plan and the basis of ``request`` for a model of ``shape``. ``stats`` may be
-    None where calibration() is.
+    """The plan and the basis of ``compression`` for a model of ``shape``. ``stats`` may
+    be None where it calibrates on nothing.
 
-    Raises KvlatheError for unknown names and options, methods that exclude each other,
-    and targets out of reach.
+    Raises KvlatheError for methods that exclude each other, and targets out of reach.
     """
-    if measured(request) or measures_heads(request):
+    if compression.measured or compression.measures_heads:
         raise KvlatheError(
-            f"{request} cannot be planned from statistics",
+            f"{compression} cannot be planned from statistics",
             "it measures the model",
             "build an engine",
         )
-    verify(request, options, settings.page_tokens)
-    requested = methods_of(request)
+    verify(compression, options, settings.page_tokens)
     decisions = [
-        (one, _decided(one, method, stats, settings))
-        for one, method in requested
-        if not method.rotate
+        (one, _decided(one, stats, settings))
+        for one in compression.methods
+        if not one.method.rotate
     ]
     joined = _joined(decisions)
-    for one, method in requested:
-        if method.rotate:
-            options = with_written(options, one.options)
+    for one in compression.methods:
+        if rotate := one.method.rotate:
             given = _statistics(one.name, stats)
-            return _with_ranks(request, method.rotate, joined, given, options, settings)
+            target = one.overruling(options)
+            return _with_ranks(compression, rotate, joined, given, target, settings)
     whole = Decision(full_lanes(shape, rope))
-    return _composed(request, shape, whole, joined, stats, settings)
+    return _composed(compression, shape, whole, joined, stats, settings)
 
 
 def _decided(
-    requested: RequestedMethod,
-    method: Method,
-    stats: Stats | None,
-    settings: CacheSettings,
+    one: RequestedMethod, stats: Stats | None, settings: CacheSettings
 ) -> Decision:
-    """What a method decides that leaves the ranks alone."""
-    if method.choose is None:
-        return method.plan(requested.options, settings.page_tokens)
-    given = _statistics(requested.name, stats)
-    return method.choose(given, requested.options, settings.page_tokens, settings.seed)
+    """The decision of a method that leaves the ranks alone."""
+    choose = one.method.choose
+    if choose is None:
+        return one.outline(settings.page_tokens)
+    given = _statistics(one.name, stats)
+    return choose(given, one.options, settings.page_tokens, settings.seed)
 
 
 def _statistics(name: str, stats: Stats | None) -> Stats:
@@ -202,7 +188,7 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
     return dataclasses.replace(both, cold=cold_tier(both))
 
 
-def _only_one(what: str, requested: list[RequestedMethod]) -> None:
+def _only_one(what: str, requested: Sequence[RequestedMethod]) -> None:
     if len(requested) > 1:
         names = " and ".join(one.name for one in requested)
         raise KvlatheError(
@@ -213,11 +199,11 @@ def _only_one(what: str, requested: list[RequestedMethod]) -> None:
 
 
 def _with_ranks(
-    request: str,
+    compression: Compression,
     rotate: Rotate,
     joined: Decision,
     stats: Stats,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> Made:
     """The composition where one method chooses ranks. A share of the bytes is asked of
@@ -229,7 +215,7 @@ def _with_ranks(
         if ratio is not None:
             target = options.asked(compression_ratio=ratio)
         ranks = low_rank(stats, target, rotate)
-        return _composed(request, shape, ranks, joined, stats, settings)
+        return _composed(compression, shape, ranks, joined, stats, settings)
 
     quantizes = joined.cold is not None or bool(joined.split)
     if options.compression_ratio is None or not quantizes:
@@ -238,7 +224,7 @@ def _with_ranks(
 
 
 def _composed(
-    request: str,
+    compression: Compression,
     shape: ModelShape,
     ranks: Decision,
     joined: Decision,
@@ -250,7 +236,7 @@ def _composed(
     assert ranks.lanes is not None
     own = layer_lives(settings.layer_windows, settings.page_tokens)
     if own:
-        check_layer_windows(request, joined)
+        check_layer_windows(compression, joined)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
     if joined.cold is not None:
@@ -258,7 +244,8 @@ def _composed(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
         )
     if joined.scales:
-        basis = scaled(lanes, basis, _statistics(request, stats), joined.scales)
+        given = _statistics(compression.text, stats)
+        basis = scaled(lanes, basis, given, joined.scales)
     hot = Tier(settings.bits, settings.bits)
     plan = CompressionPlan(
         model=shape,
@@ -269,18 +256,18 @@ def _composed(
         seed=settings.seed,
         observation=_sliced(joined, settings.prefill_chunk),
         stages=joined.stages,
-        compression=request,
+        compression=compression.text,
         notes=ranks.notes | joined.notes,
     )
     return plan, basis
 
 
-def whole_ranks_note(plan: CompressionPlan) -> str:
-    """What to say where a method was asked to lower ranks and every head keeps all of
+def whole_ranks_note(compression: Compression, plan: CompressionPlan) -> str:
+    """A note where a method was asked to lower ranks and every head keeps all of
     its dimensions: fact, reason and remedy. Empty where some rank is lower."""
-    if not plan.compression or not chooses_ranks(plan.compression):
+    if not compression.choosing_ranks:
         return ""
-    if measured(plan.compression):  # it was asked for bytes, and chose how
+    if compression.measured:  # it was asked for bytes, and chose how
         return ""
     whole = allocate.whole(plan.model.head_dim)
     kept = [lane for lane in plan.lanes if not lane.removed]

@@ -10,61 +10,55 @@ priced by what its window costs the model's answers, alone and to second order
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods import window
-from kvlathe.export.methods.options import Decision, known_only
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    MethodOptions,
+    Number,
+    option,
+)
+from kvlathe.export.methods.window import RECENT, SINK, TOKENS, window
 
-SUMMARY = "a share of the heads, by measured loss, sees all tokens; the others a window"
-SHARE = 0.25
-"""Of the KV heads, unless asked otherwise."""
 ROUNDING = 1e-9
-"""Of a share of them."""
+"""Error of a share of the heads."""
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Options ``sink`` and ``recent`` (tokens, rounded up to pages) and ``share`` (of
-    the KV heads, that see everything). What is known before heads are named: the window.
-    Raises KvlatheError."""
-    known_only(written, ("sink", "recent", "share"))
-    _share(written)
-    return window.plan(_of_window(written), page_tokens)
+@dataclass(frozen=True)
+class DuoOptions(MethodOptions):
+    """The share of the heads that see everything, and the window of the others."""
+
+    share: float = option(
+        0.25,
+        Number("a share of the heads"),
+        "Share of the KV heads that see everything.",
+    )
+    sink: int = option(64, TOKENS, SINK)
+    recent: int = option(256, TOKENS, RECENT)
 
 
-def named(written: dict[str, str], losses: Sequence[float], heads: int) -> str:
-    """The same as a request that names its heads: of ``losses``, one for each lane, the
-    ``share`` that is largest, at least. Layers have ``heads`` KV heads."""
-    lanes = len(losses)
-    wanted = _share(written) * lanes
+def plan(options: DuoOptions, page_tokens: int) -> Decision:
+    """The window; heads are named later."""
+    return Decision(tokens=(window(options.sink, options.recent, page_tokens),))
+
+
+def named(
+    options: DuoOptions, losses: Sequence[float], heads: int
+) -> tuple[str, Mapping[str, object]]:
+    """The window method with the heads named that see everything: of ``losses``, one for
+    each lane, the ``share`` that is largest, at least. Layers have ``heads`` KV
+    heads."""
+    wanted = options.share * len(losses)
     count = math.ceil(wanted - ROUNDING)
-    order = sorted(range(lanes), key=lambda lane: -losses[lane])
-    dearest = order[:count]
-    names: list[str] = []
-    for lane in sorted(dearest):
-        layer, head = divmod(lane, heads)
-        names.append(f"{layer}.{head}")
-    options = _of_window(written)
-    if names:
-        options["whole"] = "/".join(names)
-    texts = [f"{name}={value}" for name, value in options.items()]
-    if not texts:
-        return "window"
-    return f"window:{','.join(texts)}"
+    order = sorted(range(len(losses)), key=lambda lane: -losses[lane])
+    whole = tuple(divmod(lane, heads) for lane in sorted(order[:count]))
+    return "window", {"whole": whole} if whole else {}
 
 
-def _of_window(written: dict[str, str]) -> dict[str, str]:
-    """The options that say how large the window is."""
-    return {name: text for name, text in written.items() if name != "share"}
-
-
-def _share(written: dict[str, str]) -> float:
-    text = written.get("share", str(SHARE))
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
-        fact = f"share={text} cannot be used"
-        raise KvlatheError(fact, "it is a share of the heads", "write share=0.25")
-    return share
+METHOD = Method(
+    "a share of the heads, by measured loss, sees all tokens; the others a window",
+    DuoOptions(),
+    plan=plan,
+    name_heads=named,
+)

@@ -14,9 +14,9 @@ from kvlathe.export.bases.rotation import (
     principal_angle,
 )
 from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.compression import Compression
 from kvlathe.export.methods.lowrank import bases, kept
-from kvlathe.export.methods.options import Options, with_written
-from kvlathe.export.methods.registry import methods_of
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import CompressionPlan
 
@@ -47,24 +47,24 @@ class Evidence:
 
 
 def evidence(
-    request: str, stats: Stats, options: Options, plan: CompressionPlan
+    compression: Compression, stats: Stats, options: RankOptions, plan: CompressionPlan
 ) -> Evidence | None:
-    """Why the plan's bases should be believed; None where no method of the request made
-    any."""
-    for requested, method in methods_of(request):
-        if method.rotate is None:
+    """Why the plan's bases should be believed; None where no method made any."""
+    for one in compression.methods:
+        rotate = one.method.rotate
+        if rotate is None:
             continue
-        options = with_written(options, requested.options)
+        options = one.overruling(options)
         first, second = stats.half(0), stats.half(1)
-        whole = bases(stats, options, method.rotate)
-        one = bases(first, options, method.rotate)
-        other = bases(second, options, method.rotate)
+        whole = bases(stats, options, rotate)
+        of_first = bases(first, options, rotate)
+        of_second = bases(second, options, rotate)
         moments = second.whole
         return Evidence(
             whole.spectrum_k,
             whole.spectrum_v,
-            *_stability(plan.lanes, "k", one.b, other.b, moments.kk),
-            *_stability(plan.lanes, "v", one.a_v, other.a_v, moments.vv),
+            *_stability(plan.lanes, "k", of_first.b, of_second.b, moments.kk),
+            *_stability(plan.lanes, "v", of_first.a_v, of_second.a_v, moments.vv),
         )
     return None
 

@@ -2,12 +2,10 @@
 dimensions of least singular value.
 
 Differences from the paper: one rotation for each KV head (a GQA cache holds one K for
-its query heads), ranks in multiples of 16, and the options of Options.
+its query heads), ranks in multiples of 16, and the options of RankOptions.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 from kvlathe.export.bases.rotation import (
     Rotation,
@@ -17,16 +15,22 @@ from kvlathe.export.bases.rotation import (
     shared_basis,
 )
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.options import Options
-
-SUMMARY = "rotate and drop dimensions; calibrated on random tokens"
-CALIBRATION: Literal["random", "text"] = "random"
+from kvlathe.export.methods.method import Method
+from kvlathe.export.methods.options import RankOptions
 
 
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """SVD of the stacked queries and keys after RoPE; SVD of the head's W_V."""
     if options.basis == "balanced":
         return balanced_rotation(stats)
     centre = options.centre and stats.shape.shifts
     scores = shared_basis(score_gram(stats.whole, centre))
     return rotation(stats, scores, shared_basis(stats.wv_gram), centre)
+
+
+METHOD = Method(
+    "rotate and drop dimensions; calibrated on random tokens",
+    RankOptions(),
+    rotate=rotate,
+    calibration="random",
+)

@@ -26,7 +26,7 @@ GROUP = 128
 """Channels in a group along the rank: heads up to this size have one a token. Along the
 tokens a page is one."""
 SPAN = {"rank": {8: 1.0, 4: 0.95, 2: 0.65}, "token": {8: 1.0, 4: 1.0, 2: 0.8}}
-"""Of a group's range, what codes cover. Along the rank: least squared error for 64 to
+"""The part of a group's range that codes cover. Along the rank: least squared error for 64 to
 128 normal numbers; rotated ones nearly are that. A channel's numbers in a page have fewer
 outliers; theirs were measured on calibration text.
 """
@@ -34,7 +34,7 @@ outliers; theirs were measured on calibration text.
 
 @dataclass(frozen=True, slots=True)
 class SideFormat:
-    """Of one side's codes."""
+    """Bits and axis of one side's codes."""
 
     bits: Literal[8, 4, 2]
     axis: Literal["rank", "token"]
@@ -108,8 +108,7 @@ class Grid:
 
     @cached_property
     def lives(self) -> list[Life]:
-        """How a lane's tokens may live: all of them stay, or the windows that are
-        smaller."""
+        """Lives that a lane may have: all tokens stay, or the windows that are smaller."""
         page = self.page_tokens
         sink = _whole_pages(SINK, page)
         windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
@@ -130,12 +129,10 @@ class Grid:
 
     @cached_property
     def bytes(self) -> Places:
-        """Of one side of a lane in each life, [options, lives]."""
+        """Bytes of one side of a lane in each life, [options, lives]."""
         sealed = np.outer(self.sizes, self.pages)
-        ranks = [rank for rank, _ in self.options]
-        numbers = np.array(ranks) * self.page_tokens
-        hot = numbers * self.hot_bits // 8
-        return sealed + hot[:, None]
+        numbers = np.array([rank for rank, _ in self.options]) * self.page_tokens
+        return sealed + (numbers * self.hot_bits // 8)[:, None]
 
     @cached_property
     def _values(self) -> Array:
@@ -147,8 +144,7 @@ class Grid:
         which stored values and their readers have equal variances."""
         bases = self._rotation
         at = (layer, head)
-        seed = (self.seed, layer, head, int(side == "v"))
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng((self.seed, layer, head, int(side == "v")))
         dims = min(rank, self.stats.shape.head_dim)
         turn = hadamard(rank, rng)[:dims]
         if side == "k":
@@ -158,9 +154,8 @@ class Grid:
         into = bases.a_v[at][:, :rank]
         back = bases.o_v[at][:rank].T
         readers = self.stats.wo_gram[at]
-        stored = into.T @ self._values[at] @ into
-        read = back.T @ readers @ back
-        axes = balanced_basis(stored, read)
+        stored = into.T @ self._values[at] @ into  # [rank, rank]
+        axes = balanced_basis(stored, back.T @ readers @ back)
         into = into @ axes.into @ turn
         back = back @ axes.back @ turn
         return Cut(into, back, bases.centre_v[at])

@@ -1,18 +1,18 @@
 """8-bit floats: full pages are E4M3 (OCP 8-bit Floating Point Specification, 2023) with
 one scale for each token and head, of K and of V.
 
-What GPUs convert in one instruction: attention reads them as the floats they are, and
-nothing is calibrated. A float's error is a share of the number itself, so a rotation,
-which evens out sizes, would gain nothing, and there are no options.
-docs/quantization.md has the bytes and measurements.
+Nothing is calibrated, and attention reads the codes as the floats that they are. Nothing
+is rotated either: a float's error is a share of the number itself, so evening out sizes
+gains little (docs/quantization.md, which has the bytes and measurements). So there are
+no options.
 """
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import NoOptions
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 
-SUMMARY = "full pages as 8-bit floats (e4m3), one scale a token and head"
 TIER = Tier(
     8,
     8,
@@ -25,7 +25,13 @@ TIER = Tier(
 )
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """The tier that full pages are sealed in. Raises KvlatheError for any option."""
-    chosen(written, {})
+def plan(options: NoOptions, page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in."""
     return Decision(cold=TIER)
+
+
+METHOD = Method(
+    "full pages as 8-bit floats (e4m3), one scale a token and head",
+    NoOptions(),
+    plan=plan,
+)

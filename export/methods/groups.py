@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision
+from kvlathe.export.methods.method import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
@@ -39,8 +39,8 @@ def layer_lives(windows: Sequence[int], page_tokens: int) -> dict[int, Window]:
 def lives_of(
     lanes: Sequence[Lane], chosen: Decision, own: Mapping[int, Window]
 ) -> list[Life]:
-    """How the tokens of each lane live: by what its layer sees in the model, which is
-    ``own``, or as was chosen."""
+    """The life of each lane: by what its layer sees in the model, which is ``own``, or as
+    was chosen."""
     whole = KEEP if chosen.cold is None else SEAL
     lives = chosen.tokens or (whole,)
     if len(lives) == 1:
@@ -55,7 +55,7 @@ def lives_of(
 def groups(
     lanes: Sequence[Lane], hot: Tier, chosen: Decision, lives: Sequence[Life]
 ) -> tuple[Group, ...]:
-    """Of each stage one group for each life, or for each lane. ``hot``: the format of
+    """One group of each stage for each life, or for each lane. ``hot``: the format of
     new tokens; full pages change theirs as was chosen."""
     made: list[Group] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
@@ -78,8 +78,7 @@ def groups(
 def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
     """The layers of each stage."""
     firsts = [stage.first_layer for stage in stages] or [0]
-    borders = [*firsts, layers]
-    return [range(first, end) for first, end in pairwise(borders)]
+    return [range(first, end) for first, end in pairwise([*firsts, layers])]
 
 
 def cold_tier(chosen: Decision) -> Tier | None:

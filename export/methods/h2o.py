@@ -7,13 +7,11 @@ is full.
 
 from __future__ import annotations
 
-from kvlathe.export.methods.budgets import budget
-from kvlathe.export.methods.options import Decision
+from kvlathe.export.methods.budgets import budgeted
 from kvlathe.plan.observation import ObservationWindow
 
-SUMMARY = "comparison: keep the newest tokens and those of most accumulated attention"
-
-
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Options ``budget`` (tokens) and ``recent`` (share of it). Raises KvlatheError."""
-    return budget(written, page_tokens, ObservationWindow(recent=1.0), 0.5)
+METHOD = budgeted(
+    "comparison: keep the newest tokens and those of most accumulated attention",
+    ObservationWindow(recent=1.0),
+    recent=0.5,
+)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.hadamard import hadamard
-from kvlathe.export.methods.options import Hadamard
+from kvlathe.export.methods.method import Hadamard
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 

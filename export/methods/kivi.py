@@ -9,23 +9,31 @@ whose window empties every R tokens; the paper slides that of V. With
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    Choice,
+    MethodOptions,
+    option,
+)
 from kvlathe.plan.formats import Tier
 
-SUMMARY = "comparison: quantize K by channel and V by token to 2, 4 or 8 bit"
-CHOICES: dict[str, tuple[Any, ...]] = {"bits": (2, 4, 8), "group": (32, 64, 128)}
-SIZES = {"bits": ("2", "4", "8")}
+
+@dataclass(frozen=True)
+class KiviOptions(MethodOptions):
+    """The number format of full pages."""
+
+    bits: Literal[2, 4, 8] = option(2, Choice(2, 4, 8), "Bits of a code.", sizes=True)
+    group: int = option(32, Choice(32, 64, 128), "Numbers that share a scale.")
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown options
-    and groups no page can hold."""
-    settings = chosen(written, CHOICES)
-    bits = settings["bits"]
-    group = settings["group"]
+def plan(options: KiviOptions, page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for groups that no
+    page can hold."""
+    bits, group = options.bits, options.group
     if page_tokens % group:
         raise KvlatheError(
             f"group={group} cannot be used with pages of {page_tokens} tokens",
@@ -37,3 +45,10 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
             bits, bits, axis_k="token", axis_v="rank", group_k=group, group_v=group
         )
     )
+
+
+METHOD = Method(
+    "comparison: quantize K by channel and V by token to 2, 4 or 8 bit",
+    KiviOptions(),
+    plan=plan,
+)

@@ -11,27 +11,41 @@ in full precision. Codes are dequantized, then multiplied.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    Choice,
+    MethodOptions,
+    option,
+)
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 
-SUMMARY = "comparison: quantize to 4 bit, one scale a channel of K and a token of V"
-CHOICES: dict[str, tuple[Any, ...]] = {"bits": (4, 2, 8)}
-SIZES = {"bits": ("2", "4", "8")}
+
+@dataclass(frozen=True)
+class KvquantOptions(MethodOptions):
+    """The number format of full pages."""
+
+    bits: Literal[2, 4, 8] = option(4, Choice(2, 4, 8), "Bits of a code.", sizes=True)
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown
-    options."""
-    bits = chosen(written, CHOICES)["bits"]
+def plan(options: KvquantOptions, page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in."""
     return Decision(
         cold=Tier(
-            bits,
-            bits,
+            options.bits,
+            options.bits,
             axis_k="token",
             axis_v="rank",
             group_k=page_tokens,
             group_v=WHOLE_RANK,
         )
     )
+
+
+METHOD = Method(
+    "comparison: quantize to 4 bit, one scale a channel of K and a token of V",
+    KvquantOptions(),
+    plan=plan,
+)

@@ -7,29 +7,42 @@ Everything else keeps all of its tokens. The runtime compacts when it is asked t
 
 from __future__ import annotations
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision, chosen
+from dataclasses import dataclass
+from typing import Literal
+
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    Choice,
+    MethodOptions,
+    Number,
+    option,
+)
 from kvlathe.plan.lives import Compact
 
-SUMMARY = "shared prefixes can be compacted to the KV pairs that repeating them needs"
-KEEP = 0.3
-"""Share of the KV pairs, unless asked otherwise: the paper loses nothing there."""
+
+@dataclass(frozen=True)
+class KvzipOptions(MethodOptions):
+    """The part of a compacted prefix that stays. The paper loses nothing at the default."""
+
+    keep: float = option(
+        0.3,
+        Number("a share of the KV pairs", above=True),
+        "Share of a prefix's KV pairs that stays.",
+    )
+    heads: Literal["each", "same"] = option(
+        "each",
+        Choice("each", "same"),
+        "Whether each head keeps as many as it needs, or all keep the same number.",
+    )
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Options ``keep`` (share of a prefix's KV pairs) and ``heads``: ``each`` keeps as
-    many as it needs, or all keep the ``same`` number. Raises KvlatheError."""
-    own = dict(written)
-    text = own.pop("keep", str(KEEP))
-    settings = chosen(own, {"heads": ("each", "same")})
-    try:
-        life = Compact(float(text))
-    except ValueError:
-        life = Compact(0)
-    if life.problem(page_tokens):
-        raise KvlatheError(
-            f"keep={text} cannot be used",
-            "it is a share of the KV pairs, above 0 and at most 1",
-            f"write keep={KEEP}",
-        )
-    return Decision(tokens=(life,), apart=settings["heads"] == "each")
+def plan(options: KvzipOptions, page_tokens: int) -> Decision:
+    """The life of prefixes, for every lane."""
+    return Decision(tokens=(Compact(options.keep),), apart=options.heads == "each")
+
+
+METHOD = Method(
+    "shared prefixes can be compacted to the KV pairs that repeating them needs",
+    KvzipOptions(),
+    plan=plan,
+)

@@ -15,7 +15,8 @@ from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, plane_energy
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.options import DEFAULT_RATE, Decision, Options
+from kvlathe.export.methods.method import Decision
+from kvlathe.export.methods.options import DEFAULT_RATE, RankOptions
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import RANK_MULTIPLE, Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -25,7 +26,7 @@ from kvlathe.plan.plan import CompressionPlan
 Array = npt.NDArray[np.floating]
 
 STEP = 0.01
-"""Of the ranks, by which a plan comes down to a share of the bytes."""
+"""The share of the ranks by which a plan comes down to a share of the bytes."""
 
 
 def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
@@ -38,7 +39,7 @@ def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
 
 
 def low_rank(
-    stats: Stats, options: Options, rotate: Callable[[Stats, Options], Rotation]
+    stats: Stats, options: RankOptions, rotate: Callable[[Stats, RankOptions], Rotation]
 ) -> Decision:
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks
     can."""
@@ -64,9 +65,9 @@ def low_rank(
 
 
 def bases(
-    stats: Stats, options: Options, rotate: Callable[[Stats, Options], Rotation]
+    stats: Stats, options: RankOptions, rotate: Callable[[Stats, RankOptions], Rotation]
 ) -> Rotation:
-    """What is cut: the method's bases, or RoPE planes in place of those of K. Raises
+    """The bases that are cut: the method's, or RoPE planes in place of those of K. Raises
     KvlatheError without RoPE."""
     own = rotate(stats, options)
     if options.rope_fold != "planes":
@@ -83,11 +84,10 @@ def bases(
 # -- ranks -----------------------------------------------------------------------------
 def _rows(k: Array, v: Array) -> Array:
     """[L, H, d] of K and of V -> [2 * lanes, d]: every K lane, then every V lane."""
-    both = np.concatenate([k, v])
-    return both.reshape(-1, k.shape[-1])
+    return np.concatenate([k, v]).reshape(-1, k.shape[-1])
 
 
-def _budget(stats: Stats, options: Options, papers: Rotation) -> int:
+def _budget(stats: Stats, options: RankOptions, papers: Rotation) -> int:
     """The sum of ranks that the target leaves. ``papers``: the method's own bases,
     which the removal rate is taken of.
     """
@@ -116,15 +116,14 @@ def _budget(stats: Stats, options: Options, papers: Rotation) -> int:
     return budget
 
 
-def _ranks(options: Options, whole: Rotation, budget: int) -> npt.NDArray[np.int64]:
+def _ranks(options: RankOptions, whole: Rotation, budget: int) -> npt.NDArray[np.int64]:
     """[2 * lanes] ranks of K lanes, then of V lanes, summing to at most ``budget``."""
     spectrum = _rows(whole.spectrum_k, whole.spectrum_v)
     if options.spending == "uniform":
         return allocate.uniform(len(spectrum), spectrum.shape[-1], budget)
     if options.spending == "global":
         return allocate.by_loss(_rows(whole.loss_k, whole.loss_v), budget)
-    rate = allocate.rate_within(spectrum, budget)
-    return allocate.by_rate(spectrum, rate)
+    return allocate.by_rate(spectrum, allocate.rate_within(spectrum, budget))
 
 
 def best_ratio(shape: ModelShape) -> float:

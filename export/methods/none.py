@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Method
+from kvlathe.export.methods.options import NoOptions
 
-SUMMARY = "nothing is removed"
-
-
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Nothing is decided, so everything stays. Raises KvlatheError: there are no
-    options."""
-    chosen(written, {})
-    return Decision()
+METHOD = Method("nothing is removed", NoOptions())

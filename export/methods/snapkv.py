@@ -7,21 +7,11 @@ cut it to the budget too.
 
 from __future__ import annotations
 
-from kvlathe.export.methods.budgets import budget
-from kvlathe.export.methods.options import Decision
+from kvlathe.export.methods.budgets import budgeted
 from kvlathe.plan.observation import ObservationWindow
 
-SUMMARY = (
-    "comparison: keep what the last rows of the prompt attend, with its neighbours"
+METHOD = budgeted(
+    "comparison: keep what the last rows of the prompt attend, with its neighbours",
+    ObservationWindow(last=32, accumulated=False, pooling=7),
+    recent=0.0625,
 )
-WINDOW, POOLING = 32, 7
-
-
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Options ``budget`` (tokens) and ``recent`` (share of it). Raises KvlatheError."""
-    return budget(
-        written,
-        page_tokens,
-        ObservationWindow(last=WINDOW, accumulated=False, pooling=POOLING),
-        0.0625,
-    )

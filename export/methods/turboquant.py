@@ -11,21 +11,30 @@ stays as it is. Codes are dequantized, then multiplied.
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Decision, chosen
+from dataclasses import dataclass
+from typing import Literal
+
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    Choice,
+    MethodOptions,
+    option,
+)
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 
-SUMMARY = "comparison: rotate, then fixed levels of 4, 3 or 2 bit and one scale a token"
-CHOICES: dict[str, tuple[int, ...]] = {"bits": (4, 3, 2)}
-SIZES = {"bits": ("2", "3", "4")}
+
+@dataclass(frozen=True)
+class TurboquantOptions(MethodOptions):
+    """The number format of full pages."""
+
+    bits: Literal[2, 3, 4] = option(4, Choice(4, 3, 2), "Bits of a code.", sizes=True)
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown
-    options."""
-    bits = chosen(written, CHOICES)["bits"]
+def plan(options: TurboquantOptions, page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in."""
     tier = Tier(
-        bits,
-        bits,
+        options.bits,
+        options.bits,
         axis_k="rank",
         axis_v="rank",
         group_k=WHOLE_RANK,
@@ -34,3 +43,10 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
         coding_v="normal",
     )
     return Decision(cold=tier, hadamard="kv")
+
+
+METHOD = Method(
+    "comparison: rotate, then fixed levels of 4, 3 or 2 bit and one scale a token",
+    TurboquantOptions(),
+    plan=plan,
+)

@@ -1,4 +1,4 @@
-"""Variants: the plans of one request that a search chooses from."""
+"""Variants: the plans of one compression that a search chooses from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
+from kvlathe.export.methods.compression import Compression, RequestedMethod
 from kvlathe.export.methods.lowrank import left
-from kvlathe.export.methods.options import Options
-from kvlathe.export.methods.registry import METHODS, chooses_ranks, methods_of
+from kvlathe.export.methods.options import Option, RankOptions
+from kvlathe.export.methods.registry import methods
 from kvlathe.plan.heads import RANK_MULTIPLE, ModelShape
 from kvlathe.plan.plan import CompressionPlan
 
@@ -25,8 +26,8 @@ EXACT = 1e-9
 class Variant:
     """Plans by the share of the bytes that they remove, from ``least`` to ``most``
     (equal where it is one plan). Shares are of the uncompressed cache in ``bits`` a
-    number. ``name``: the request with every option written; ``of``: as it was asked,
-    which is what the variants of one request have in common. ``guess`` gives the
+    number. ``name``: the compression with every option written; ``of``: as it was asked,
+    which is what the variants of one compression have in common. ``guess`` gives the
     share at which a search begins; None: half of what can be removed.
     """
 
@@ -59,41 +60,42 @@ def removed(plan: CompressionPlan, bits: int) -> float:
 def for_comparison(
     shape: ModelShape, rope: bool, stats: Stats | None, settings: CacheSettings
 ) -> list[Variant]:
-    """What measured plans are shown beside: every method that chooses ranks or a number
+    """Plans to show beside measured ones: those of every method that chooses ranks or a number
     format for all tokens. One that these settings cannot hold is left out.
     """
     shown: list[Variant] = []
-    for name, method in METHODS.items():
+    for name, method in methods().items():
         if not method.measured and (method.sizes or method.rotate):
+            alone = Compression.of([RequestedMethod.plain(name)])
             with contextlib.suppress(KvlatheError):
-                shown += variants(name, shape, rope, stats, Options(), settings)
+                shown += variants(alone, shape, rope, stats, RankOptions(), settings)
     return shown
 
 
 def variants(
-    request: str,
+    compression: Compression,
     shape: ModelShape,
     rope: bool,
     stats: Stats | None,
-    options: Options,
+    options: RankOptions,
     settings: CacheSettings,
 ) -> list[Variant]:
-    """Everything that ``request`` leaves open. Raises KvlatheError for what ``compose``
-    refuses."""
-    has_ranks = chooses_ranks(request)
+    """Everything that ``compression`` leaves open. Raises KvlatheError for what
+    ``compose`` refuses."""
+    has_ranks = bool(compression.choosing_ranks)
 
-    def variant(name: str) -> Variant:
+    def variant(whole: Compression) -> Variant:
         def at(ratio: float) -> Made:
             target = options.asked(compression_ratio=ratio if has_ranks else None)
-            return compose(name, shape, rope, stats, target, settings)
+            return compose(whole, shape, rope, stats, target, settings)
 
-        whole, _ = at(0.0)
-        least = most = removed(whole, settings.bits)
+        gentlest, _ = at(0.0)
+        least = most = removed(gentlest, settings.bits)
         if has_ranks:
-            most = removed(_smallest(whole), settings.bits) - EXACT
-        return Variant(name, request, settings.bits, least, most, at)
+            most = removed(_smallest(gentlest), settings.bits) - EXACT
+        return Variant(whole.text, compression.text, settings.bits, least, most, at)
 
-    return [variant(name) for name in written_out(request)]
+    return [variant(whole) for whole in written_out(compression)]
 
 
 def _smallest(plan: CompressionPlan) -> CompressionPlan:
@@ -103,24 +105,25 @@ def _smallest(plan: CompressionPlan) -> CompressionPlan:
     return dataclasses.replace(plan, lanes=tuple(lanes))
 
 
-def written_out(request: str) -> list[str]:
-    """``request`` with every value of every size that it leaves open."""
-    methods = [_written_out(text.strip()) for text in request.split("+")]
-    return ["+".join(choice) for choice in itertools.product(*methods)]
+def written_out(compression: Compression) -> list[Compression]:
+    """``compression`` with every value of every size that it leaves open."""
+    ways = itertools.product(*map(_written_out, compression.methods))
+    return [Compression.of(way) for way in ways]
 
 
-def _written_out(text: str) -> list[str]:
-    """One method of a request, each way its open sizes may be written."""
-    ((requested, method),) = methods_of(text)
-    ways = [text]
-    for key, values in method.sizes.items():
-        if any(name.startswith(key) for name in requested.options):
-            continue
-        longer = itertools.product(ways, values)
-        ways = [_with_option(way, key, value) for way, value in longer]
+def _written_out(one: RequestedMethod) -> list[RequestedMethod]:
+    """One method of a compression, each way its open sizes may be written."""
+    ways = [one]
+    for size in one.method.sizes:
+        if not _is_settled(size, one):
+            ways = [
+                way.asked(**{size.name: value})
+                for way in ways
+                for value in sorted(size.kind.values)
+            ]
     return ways
 
 
-def _with_option(text: str, key: str, value: str) -> str:
-    separator = "," if ":" in text else ":"
-    return f"{text}{separator}{key}={value}"
+def _is_settled(size: Option, one: RequestedMethod) -> bool:
+    """Whether it was written, or what stands in its place: ``bits_k`` for ``bits``."""
+    return any(name.startswith(size.name) for name in one.written)

@@ -7,36 +7,82 @@ look far are named; they see everything.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision, known_only
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import (
+    Kind,
+    MethodOptions,
+    count,
+    option,
+)
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.lives import NO_END, Window
+from kvlathe.plan.lives import Window
 
-SUMMARY = "heads see their first and their newest tokens, but for those that are named"
-SINK, RECENT = 64, 256
-"""Tokens, unless asked otherwise."""
-MOST = NO_END // 2
-"""Tokens that no window has."""
-EXAMPLE = "write for example sink=64,recent=256,whole=4.0/5.3"
+TOKENS = count("a count of tokens")
+SINK = "First tokens that every head sees, rounded up to pages."
+RECENT = "Newest tokens that every head sees, rounded up to pages."
+Heads = tuple[tuple[int, int], ...]
+"""(layer, head) each."""
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """Options ``sink`` and ``recent`` (tokens, rounded up to pages) and ``whole``: heads
-    as layer.head, divided by "/", that keep all tokens. Raises KvlatheError."""
-    known_only(written, ("sink", "recent", "whole"))
-    sink = _count(written, "sink", SINK)
-    recent = _count(written, "recent", RECENT)
+class HeadNames(Kind):
+    """Heads as layer.head, divided by "/"."""
+
+    def read(self, text: str) -> Heads:
+        return tuple(self._head(part) for part in text.split("/") if part)
+
+    def _head(self, text: str) -> tuple[int, int]:
+        layer, _, head = text.partition(".")
+        if not (layer.isdecimal() and head.isdecimal()):
+            raise ValueError(text)
+        return int(layer), int(head)
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, tuple)
+
+    def write(self, value: object) -> str:
+        return "/".join(f"{layer}.{head}" for layer, head in cast(Heads, value))
+
+    def refusal(self, fact: str, text: str, example: str) -> KvlatheError:
+        return KvlatheError(
+            f"{fact} cannot be used",
+            "a head is layer.head",
+            "write for example whole=4.0/5.3",
+        )
+
+
+@dataclass(frozen=True)
+class WindowOptions(MethodOptions):
+    """The window, and the heads that have none."""
+
+    sink: int = option(64, TOKENS, SINK)
+    recent: int = option(256, TOKENS, RECENT)
+    whole: Heads = option(
+        (), HeadNames(), 'Heads that see everything: layer.head, divided by "/".'
+    )
+
+
+def plan(options: WindowOptions, page_tokens: int) -> Decision:
+    """One window, and the heads that have none."""
+    return Decision(
+        tokens=(window(options.sink, options.recent, page_tokens),),
+        whole_heads=options.whole,
+    )
+
+
+def window(sink: int, recent: int, page_tokens: int) -> Window:
+    """A window of at least so many tokens, in whole pages."""
     pages_of_sink = -(-sink // page_tokens)
     pages_of_recent = -(-recent // page_tokens)
-    life = Window(pages_of_sink * page_tokens, pages_of_recent * page_tokens)
-    whole = written.get("whole", "")
-    heads = [_head(text) for text in whole.split("/") if text]
-    return Decision(tokens=(life,), whole_heads=tuple(heads))
+    return Window(pages_of_sink * page_tokens, pages_of_recent * page_tokens)
 
 
-def check(written: dict[str, str], shape: ModelShape) -> None:
+def check(options: WindowOptions, shape: ModelShape) -> None:
     """Raise KvlatheError for heads that a model of ``shape`` lacks."""
-    for layer, head in plan(written, 1).whole_heads:
+    for layer, head in options.whole:
         if layer >= shape.layers or head >= shape.kv_heads:
             raise KvlatheError(
                 f"there is no head {layer}.{head}",
@@ -45,23 +91,9 @@ def check(written: dict[str, str], shape: ModelShape) -> None:
             )
 
 
-def _count(written: dict[str, str], name: str, default: int) -> int:
-    text = written.get(name)
-    if text is None:
-        return default
-    count = int(text) if text.isdecimal() else NO_END
-    if count >= MOST:
-        fact = f"{name}={text} cannot be used"
-        reason = "it is a count of tokens"
-        raise KvlatheError(fact, reason, EXAMPLE)
-    return count
-
-
-def _head(text: str) -> tuple[int, int]:
-    layer, _, head = text.partition(".")
-    is_head = layer.isdecimal() and head.isdecimal()
-    if not is_head:
-        fact = f"whole={text} cannot be used"
-        reason = "a head is layer.head"
-        raise KvlatheError(fact, reason, EXAMPLE)
-    return int(layer), int(head)
+METHOD = Method(
+    "heads see their first and their newest tokens, but for those that are named",
+    WindowOptions(),
+    plan=plan,
+    check=check,
+)

@@ -7,8 +7,6 @@ Without RoPE the rotation of Q and K is folded into W_Q and W_K: the lanes then 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kvlathe.export.bases.rotation import (
     Rotation,
     balanced_rotation,
@@ -17,13 +15,11 @@ from kvlathe.export.bases.rotation import (
     shared_basis,
 )
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.options import Options
-
-SUMMARY = "rotate and drop dimensions, V together with W_O; calibrated on text"
-CALIBRATION: Literal["random", "text"] = "text"
+from kvlathe.export.methods.method import Method
+from kvlathe.export.methods.options import RankOptions
 
 
-def rotate(stats: Stats, options: Options) -> Rotation:
+def rotate(stats: Stats, options: RankOptions) -> Rotation:
     """SVD of the stacked queries and keys; SVD of the values stacked on (W_O^h)^T of
     the lane's query heads."""
     if options.basis == "balanced":
@@ -34,3 +30,11 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     scores = shared_basis(score_gram(moments, centre))
     outputs = shared_basis(values, stats.wo_gram)
     return rotation(stats, scores, outputs, centre)
+
+
+METHOD = Method(
+    "rotate and drop dimensions, V together with W_O; calibrated on text",
+    RankOptions(),
+    rotate=rotate,
+    calibration="text",
+)

@@ -15,28 +15,23 @@ paper's ablations.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.budgets import sliced
+from kvlathe.export.methods.budgets import SLICED
 from kvlathe.export.methods.forms import SPAN
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Decision, Method, Scales
+from kvlathe.export.methods.options import (
+    Choice,
+    MethodOptions,
+    Number,
+    count,
+    option,
+)
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.observation import ObservationWindow
 
-SUMMARY = "tokens that few probe rows attend get 2 bit, the salient ones 4"
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "high": (4, 8),
-    "low": (2, 4),
-    "keys": ("channel", "token", "folded"),
-    "values": ("folded", "token"),
-    "ends": ("cut", "kept"),
-    "probe": ("mixed", "recent", "random", "all"),
-    "score": ("normalized", "accumulated"),
-}
-SALIENT = 0.6
-SLICE = 1024
-"""Tokens of a prompt that are ranked together: more are not hot at once."""
 PROBES = {
     "mixed": (0.05, 0.05),
     "recent": (0.1, 0.0),
@@ -47,81 +42,94 @@ PROBES = {
 row."""
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
+SCALES: dict[tuple[bool, bool], Scales] = {
+    (False, False): "",
+    (True, False): "k",
+    (False, True): "v",
+    (True, True): "kv",
+}
+"""By whether keys and values are folded."""
+
+
+@dataclass(frozen=True)
+class ZipcacheOptions(MethodOptions):
+    """Two number formats, and what divides the tokens among them."""
+
+    salient: float = option(
+        0.6, Number("a share of the tokens"), "Share of the tokens in the wider format."
+    )
+    high: Literal[4, 8] = option(4, Choice(4, 8), "Bits of salient tokens.")
+    low: Literal[2, 4] = option(2, Choice(2, 4), "Bits of the others.")
+    keys: Literal["channel", "token", "folded"] = option(
+        "channel",
+        Choice("channel", "token", "folded"),
+        "Scales of K: one a channel and page, one a token, or one a token with the "
+        "channels' own factors folded into the weights.",
+    )
+    values: Literal["folded", "token"] = option(
+        "folded", Choice("folded", "token"), "Scales of V, likewise."
+    )
+    ends: Literal["cut", "kept"] = option(
+        "cut",
+        Choice("cut", "kept"),
+        "Whether codes of K cover the middle of a group's range, or all of it.",
+    )
+    probe: Literal["mixed", "recent", "random", "all"] = option(
+        "mixed",
+        Choice("mixed", "recent", "random", "all"),
+        "Rows whose attention says what is salient.",
+    )
+    score: Literal["normalized", "accumulated"] = option(
+        "normalized",
+        Choice("normalized", "accumulated"),
+        "Whether attention is divided by the number of rows that see a token.",
+    )
+    slice: int = option(1024, count("a count of tokens"), SLICED)
+
+
+def plan(options: ZipcacheOptions, page_tokens: int) -> Decision:
     """Two number formats and what divides the tokens among them. Raises KvlatheError
-    for unknown options."""
-    share = _share(written.get("salient", str(SALIENT)))
-    settings = _settings(written)
-    if settings["high"] <= settings["low"]:
+    where salient tokens would get no more bits."""
+    if options.high <= options.low:
         raise KvlatheError(
-            f"high={settings['high']},low={settings['low']} contradict each other",
+            f"high={options.high},low={options.low} contradict each other",
             "salient tokens get more bits than the others",
             "write for example high=4,low=2",
         )
-    high = _tier(settings["high"], settings, page_tokens)
-    low = _tier(settings["low"], settings, page_tokens)
-    scale_k = settings["keys"] == "folded"
-    scale_v = settings["values"] == "folded"
-    scales: Any = "k" * scale_k + "v" * scale_v
+    high = _tier(options.high, options, page_tokens)
+    low = _tier(options.low, options, page_tokens)
+    scales = SCALES[options.keys == "folded", options.values == "folded"]
+    share = options.salient
     if share in (0, 1):
         return Decision(cold=high if share else low, scales=scales)
-    recent, random = PROBES[settings["probe"]]
+    recent, random = PROBES[options.probe]
     observation = ObservationWindow(
-        recent=recent, random=random, normalized=settings["score"] == "normalized"
+        recent=recent,
+        random=random,
+        normalized=options.score == "normalized",
+        slice_tokens=options.slice,
     )
     return Decision(
-        split=((high, share), (low, 1 - share)),
-        scales=scales,
-        observation=sliced(observation, written, SLICE),
+        split=((high, share), (low, 1 - share)), scales=scales, observation=observation
     )
 
 
-def source(written: dict[str, str]) -> Literal["random"] | None:
-    """What channels' sizes are taken from: the same tokens as those of a method that it
+def source(options: ZipcacheOptions) -> Literal["random"] | None:
+    """The tokens that channels' sizes are taken from: the same as those of a method that it
     is composed with."""
-    settings = _settings(written)
-    return "random" if "folded" in (settings["keys"], settings["values"]) else None
+    return "random" if "folded" in (options.keys, options.values) else None
 
 
-def _settings(written: dict[str, str]) -> dict[str, Any]:
-    """Every option but the share of salient tokens."""
-    return chosen(
-        {k: text for k, text in written.items() if k not in ("salient", "slice")},
-        {**CHOICES, "salient": (SALIENT,), "slice": (SLICE,)},
-    )
-
-
-def _tier(bits: Any, settings: dict[str, Any], page_tokens: int) -> Tier:  # noqa: ANN401 (2, 4 or 8)
-    span = SPAN["rank"][bits] if settings["ends"] == "cut" else 1.0
-    if settings["keys"] == "channel":
+def _tier(bits: Literal[2, 4, 8], options: ZipcacheOptions, page_tokens: int) -> Tier:
+    span = SPAN["rank"][bits] if options.ends == "cut" else 1.0
+    if options.keys == "channel":
         return Tier(bits, bits, "token", "rank", page_tokens, WHOLE_RANK, span_k=span)
     return Tier(bits, bits, "rank", "rank", WHOLE_RANK, WHOLE_RANK, span_k=span)
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise KvlatheError(
-            f"salient={text} cannot be used",
-            "it is a share of the tokens",
-            "write salient=0.6",
-        )
-    return share
-
-
-def ratio(
-    scheme: str, batch: int, width: int, tokens: int, bits: float = 4, group: int = 32
-) -> float:
-    """The paper's compression ratios (section 3): 16-bit K and V of ``batch`` x
-    ``tokens`` x ``width`` over codes and 16-bit scales and zeros. ``scheme``:
-    groupwise, tokenwise, or separable (K by channel, V by token and channel)."""
-    values = batch * width * tokens
-    parameters = {
-        "groupwise": 4 * values / group,
-        "tokenwise": 4 * batch * tokens,
-        "separable": 3 * width + 2 * batch * tokens,
-    }
-    return 32 * values / (2 * bits * values + 16 * parameters[scheme])
+METHOD = Method(
+    "tokens that few probe rows attend get 2 bit, the salient ones 4",
+    ZipcacheOptions(),
+    plan=plan,
+    source=source,
+)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlathe.export.methods.composition import CacheSettings
+from kvlathe.export.methods.compression import Compression
 from kvlathe.export.methods.forms import Array
-from kvlathe.export.methods.registry import with_heads
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.measured import PRICED, Sources, exam_note, uncompressed
 from kvlathe.export.search.remembered import recall, remember
@@ -23,26 +23,26 @@ from kvlathe.plan.lives import Life
 
 @dataclass(frozen=True)
 class Named:
-    """A request whose heads are named, and notes on how they were chosen."""
+    """A compression whose heads are named, and notes on how they were chosen."""
 
-    request: str
+    compression: Compression
     notes: dict[str, str]
 
 
 def named(
-    request: str,
+    compression: Compression,
     checkpoint: Checkpoint,
     window: Life,
     form: CacheSettings,
     sources: Sources,
     remembered: Path | None = None,
 ) -> Named:
-    """``request`` with the heads named that see everything, the others ``window``.
+    """``compression`` with the heads named that see everything, the others ``window``.
     ``remembered``: a folder for losses."""
     spec = checkpoint.spec
     lost = window_losses(checkpoint, window, form, sources, remembered)
-    whole = with_heads(request, lost.tolist(), spec.kv_heads)
-    notes = {"heads by measured loss": whole}
+    whole = compression.with_heads(lost.tolist(), spec.kv_heads)
+    notes = {"heads by measured loss": whole.text}
     return Named(whole, notes | exam_note(sources.tokens, spec.max_seq_len))
 
 

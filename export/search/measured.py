@@ -24,8 +24,9 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
+from kvlathe.export.methods.compression import UNCOMPRESSED, Compression
 from kvlathe.export.methods.forms import FORMATS, Array, Grid
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
@@ -155,7 +156,7 @@ def uncompressed(checkpoint: Checkpoint) -> Decoder:
     spec = checkpoint.spec
     settings = CacheSettings(32, layer_windows=spec.windows)
     whole = compose(
-        "none", spec.shape, spec.rope is not None, None, Options(), settings
+        UNCOMPRESSED, spec.shape, spec.rope is not None, None, RankOptions(), settings
     )
     return decoder_from(checkpoint, *whole)
 
@@ -188,7 +189,7 @@ def _candidates(grid: Grid, device: torch.device) -> Candidates:
     return candidates
 
 
-def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
+def variant(compression: Compression, prices: Priced, form: CacheSettings) -> Variant:
     """The best plan at every share of the bytes, from the gentlest of the grid to its
     smallest. Shares are those of the grid's sequence."""
     grid = prices.grid
@@ -198,7 +199,7 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
 
     def at(ratio: float) -> Made:
         choice = prices.chosen(int((1 - ratio) * whole + 1e-6))
-        return plan_of(request, prices, choice, form)
+        return plan_of(compression, prices, choice, form)
 
     def guess() -> float:
         """The share removed at which prices foretell a loss of FORETOLD."""
@@ -212,7 +213,7 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
         return low
 
     most = 1 - prices.least / whole
-    largest, _ = plan_of(request, prices, prices.chosen(prices.most), form)
+    largest, _ = plan_of(compression, prices, prices.chosen(prices.most), form)
     gentlest = removed(largest, form.bits)
     log.info(
         "forms of every head are priced: from %.1f %% to %.1f %% removed of %d tokens",
@@ -220,11 +221,12 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
         100 * most,
         grid.tokens,
     )
-    return Variant(request, request, form.bits, gentlest, most, at, guess)
+    text = compression.text
+    return Variant(text, text, form.bits, gentlest, most, at, guess)
 
 
 def plan_of(
-    request: str, prices: Priced, choice: Assignment, form: CacheSettings
+    compression: Compression, prices: Priced, choice: Assignment, form: CacheSettings
 ) -> Made:
     """One form for every lane, as a plan."""
     stats = prices.grid.stats
@@ -238,7 +240,7 @@ def plan_of(
         page_tokens=form.page_tokens,
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,
-        compression=request,
+        compression=compression.text,
         notes={
             "calibration": stats.source,
             "expected loss": prices.lost(choice),

@@ -70,7 +70,7 @@ class SealedAttend(AttendLayer):
 
     @cached_property
     def seals(self) -> list[Seal]:
-        """How each active lane of this layer is sealed."""
+        """The seal of each active lane of this layer."""
         index = self.plan.index
         seals = []
         for lane in self.sizes.lanes:

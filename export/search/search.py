@@ -24,7 +24,8 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import UNCOMPRESSED
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.exams import Exam, TorchOracle, ask, says, score
@@ -74,7 +75,12 @@ class Searcher:
         spec = self.checkpoint.spec
         settings = CacheSettings(32, layer_windows=spec.windows)
         return compose(
-            "none", spec.shape, spec.rope is not None, None, Options(), settings
+            UNCOMPRESSED,
+            spec.shape,
+            spec.rope is not None,
+            None,
+            RankOptions(),
+            settings,
         )
 
     def score(self, variant: Variant, ratio: float) -> float:

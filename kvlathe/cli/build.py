@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from kvlathe.base import console, devices
+from kvlathe.base.flags import flag_of
 from kvlathe.base.hub import checkpoint_folder
 from kvlathe.cli.common import (
     LORA,
@@ -25,12 +26,16 @@ from kvlathe.cli.common import (
     reports,
     show_pairs,
 )
+from kvlathe.cli.methods import MethodsHelp
 from kvlathe.cli.show import memory_of, shards_of, show_memory, show_shards
 from kvlathe.engines.rotation import CHECKPOINT
+from kvlathe.export.methods.options import Number, Option, RankOptions, options_of
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.weight_formats import BITS, FLOATS
 
+Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A decorator that adds a flag to a command."""
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
 
 DEVICE = click.option(
@@ -77,19 +82,35 @@ def show_phases(phases: list[Result]) -> None:
     console.print_table("How long it took", columns, rows, console.err)
 
 
+def flag(option: Option) -> Flag:
+    """An option of methods as a flag of the same name."""
+    name, default = flag_of(option.name), option.default
+    if isinstance(default, bool):
+        off = flag_of(f"no_{option.name}")
+        return click.option(f"{name}/{off}", default=default, help=option.about)
+    kind: click.Choice[str] | click.FloatRange = click.Choice(
+        [str(value) for value in option.kind.values]
+    )
+    metavar = None
+    if isinstance(number := option.kind, Number):
+        kind = click.FloatRange(number.least, number.most, max_open=number.below)
+        metavar = "FRACTION"
+    return click.option(
+        name,
+        type=kind,
+        metavar=metavar,
+        default=default,
+        show_default=default is not None,
+        help=option.about,
+    )
+
+
+OF_RANKS = {option.name: flag(option) for option in options_of(RankOptions())}
+"""The flags of methods that choose ranks."""
+
 HOW_MUCH = (
-    click.option(
-        "--removal-rate",
-        type=click.FloatRange(0, 1, max_open=True),
-        metavar="R",
-        help="Share of the singular values that each head may lose.",
-    ),
-    click.option(
-        "--compression-ratio",
-        type=click.FloatRange(0, 1, max_open=True),
-        metavar="P",
-        help="Share of the KV bytes to remove.",
-    ),
+    OF_RANKS["removal_rate"],
+    OF_RANKS["compression_ratio"],
     click.option(
         "--accuracy",
         type=click.FloatRange(0, 1, min_open=True),
@@ -126,7 +147,7 @@ HOW_MUCH = (
         help="Prompts with answers (.jsonl) on which --accuracy measures retrieval.",
     ),
 )
-"""How much to compress (at most one of three), and how that is measured."""
+"""Flags of the target (one of three, at most), and of how it is measured."""
 
 LIMITS = (
     click.option(
@@ -163,16 +184,18 @@ LIMITS = (
         help="Grid on which prompts are cut and pages seal. [default: 512; 2048 for cuda]",
     ),
 )
-"""What the engine may be asked."""
+"""Flags of what an engine may be asked."""
+
+HOW = tuple(OF_RANKS[name] for name in ("basis", "allocation", "rope_fold", "centre"))
 
 
 def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed((*HOW_MUCH, *LIMITS)):
+    for option in reversed((*HOW_MUCH, *LIMITS, *HOW)):
         command = option(command)
     return command
 
 
-@click.command("build")
+@click.command("build", cls=MethodsHelp)
 @MODEL
 @REVISION
 @LORA
@@ -186,39 +209,11 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--compression",
     default="none",
     show_default=True,
-    help="auto (ranks and bits of each head, measured), fdc (rotate and truncate), zack (calibrated on text), "
-    "hack:bits=8|4|3|2 (quantize), fp8 (8-bit floats), zipcache (bits by saliency), "
-    "uncomp, h2o, snapkv, keyformer (budgets of tokens), "
-    "window (first and newest tokens), duo (the same, heads chosen by measured loss), kvzip (compacts prefixes), "
-    "kivi, kvquant, turboquant, compositions such as fdc+hack:bits=8, or none. "
-    "docs/methods.md has their options.",
+    metavar="METHOD",
+    help="METHOD is a name, name:option=value,option=value, or a composition such as "
+    "fdc+hack:bits=8. The methods are below.",
 )
 @size_options
-@click.option(
-    "--basis",
-    type=click.Choice(("svd", "balanced")),
-    default="svd",
-    show_default=True,
-    help="The papers' shared rotation, or the one best for what attention uses.",
-)
-@click.option(
-    "--allocation",
-    type=click.Choice(("rate", "uniform", "global")),
-    help="Ranks by one removal rate, one rank for all heads, or bytes where they save most. "
-    "[default: rate; global with --basis balanced]",
-)
-@click.option(
-    "--rope-fold",
-    type=click.Choice(("none", "planes")),
-    default="none",
-    show_default=True,
-    help="Keep whole RoPE planes, so that nothing is projected at run time.",
-)
-@click.option(
-    "--centre/--no-centre",
-    default=False,
-    help="Cache K and V less their means; exact, and often smaller.",
-)
 @click.option("--calibration", metavar="random|FILE", help=CALIBRATION)
 @click.option(
     "--calibration-tokens",
@@ -287,33 +282,32 @@ def build_command(
     from kvlathe.engines.phases import recorded
 
     folder = checkpoint_folder(model, revision)
-    command = command_line()
-    request = builds.BuildRequest(
-        folder, **options, use_cache=not no_cache, command=command
+    config = builds.BuildConfig(
+        folder, **options, use_cache=not no_cache, command=command_line()
     )
     started = time.monotonic()
-    if request.backend == CHECKPOINT and dry_run:
+    if config.backend == CHECKPOINT and dry_run:
         raise click.UsageError(
             "--dry-run says how large an engine's cache will be, and a checkpoint of "
             "--backend hf has none. Leave one of them out."
         )
-    if request.backend == CHECKPOINT:
-        keys = builds.rotate(request)
+    if config.backend == CHECKPOINT:
+        keys = builds.rotate(config)
         seconds = time.monotonic() - started
-        said = {"checkpoint": str(request.output_dir), "layers_of_rotated_keys": keys}
+        said = {"checkpoint": str(config.output_dir), "layers_of_rotated_keys": keys}
         return {**said, "seconds": seconds}
     if dry_run:
-        return builds.preview(request)
+        return builds.preview(config)
     with recorded() as phases:
-        engine = builds.build(request)
+        engine = builds.build(config)
     seconds = time.monotonic() - started
     of_phases = [dataclasses.asdict(phase) for phase in phases]
-    described = describe(engine, request.tensor_parallel_size)
+    described = describe(engine, config.tensor_parallel_size)
     return {**described, "seconds": seconds, "phases": of_phases}
 
 
 def describe(engine: Path, num_shards: int = 1) -> Result:
-    """What a finished engine folder promises, on ``num_shards`` GPUs."""
+    """The promises of a finished engine folder, on ``num_shards`` GPUs."""
     opened = open_engine(engine, deep=False)
     manifest = opened.manifest
     sizes = manifest.kv_bytes

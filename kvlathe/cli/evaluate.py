@@ -181,7 +181,7 @@ def eval_command(
     are made for the engine's own tokenizer, its texts come from --text.
     """
     _check_usage(text, retrieval, whole, report)
-    from kvlathe.engines.request import shipped
+    from kvlathe.engines.config import shipped
     from kvlathe.evaluation.evaluate import evaluate
 
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text

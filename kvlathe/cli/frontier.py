@@ -166,13 +166,13 @@ def frontier_command(
     texts = " ".join(compressions).split()
     asked = []
     shares = _ratios(ratios)
-    for request in texts or (*SINGLE, BY_RATIO):
-        if request != BY_RATIO:
-            asked.append(request)
+    for plan in texts or (*SINGLE, BY_RATIO):
+        if plan != BY_RATIO:
+            asked.append(plan)
             continue
         for share in shares:
-            asked.append(f"{request}@{share:g}")
-    candidates = [candidate(request) for request in asked]
+            asked.append(f"{plan}@{share:g}")
+    candidates = [candidate(plan) for plan in asked]
     exam = Asked(text, retrieval, windows, window_tokens, questions, bound, jobs)
     folder = checkpoint_folder(model, revision)
     options = Options(folder, output, **built)  # type: ignore[arg-type]

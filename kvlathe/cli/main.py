@@ -25,6 +25,7 @@ from kvlathe.cli import chat as cli_chat
 from kvlathe.cli import dynamo as cli_dynamo
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import frontier as cli_frontier
+from kvlathe.cli import methods as cli_methods
 from kvlathe.cli import native as cli_native
 from kvlathe.cli import run as cli_run
 from kvlathe.cli import serve as cli_serve
@@ -59,6 +60,7 @@ def cli() -> None:
 
 PARTS = (
     cli_build,
+    cli_methods,
     cli_run,
     cli_chat,
     cli_eval,

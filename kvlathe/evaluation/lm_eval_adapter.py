@@ -136,7 +136,7 @@ class EngineLM(TemplateLM):
             raise KvlatheError(
                 f"a continuation of {len(continuation)} tokens cannot be scored",
                 f"inputs of this engine end at {self.max_length}",
-                "build a longer --max_input_len",
+                "build a longer --max-input-len",
             )
         tokens = [*context, *continuation][-(self.max_length + 1) :]
         rows = range(len(tokens) - 1 - len(continuation), len(tokens) - 1)

@@ -148,7 +148,7 @@ def _needles(engine: LLM, lengths: Sequence[int], exam: Exam) -> list[Needle]:
         raise KvlatheError(
             "no line retrieval prompt fits",
             f"inputs end before {LENGTHS[0]} tokens",
-            "build the engine with a larger --max_input_len",
+            "build the engine with a larger --max-input-len",
         )
     return grid(engine.tokenizer, lengths, DEPTHS, exam.repeats, exam.seed)
 

@@ -16,9 +16,9 @@ from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
 from kvlathe.engines.build import build
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
 from kvlathe.engines.planning import bytes_per_token
-from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.frontier.points import Candidate, Point
 from kvlathe.plan.memory import bytes_left
@@ -26,7 +26,7 @@ from kvlathe.runtime.llm import LLM
 
 UNCOMPRESSED = Candidate("none")
 NO_ENGINE = "engine"
-"""Folder of a request that is only asked for its key; and of the one to build."""
+"""Folder of a config that is only asked for its key; and of the one to build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Options:
     max_seq_len: int | None = None
     threads: int | None = None
 
-    def request(self, candidate: Candidate, folder: Path) -> BuildRequest:
+    def config(self, candidate: Candidate, folder: Path) -> BuildConfig:
         """The build of a candidate into ``folder``."""
         is_plain = candidate == UNCOMPRESSED
-        return BuildRequest(
+        return BuildConfig(
             self.model,
             folder,
             candidate.compression,
@@ -80,18 +80,18 @@ class Options:
 
     def command(self, candidate: Candidate) -> str:
         """``kvlathe build`` for this candidate, as one would type it."""
-        request = self.request(candidate, self.output / NO_ENGINE)
+        config = self.config(candidate, self.output / NO_ENGINE)
         named = {
-            "--model": request.model,
-            "--output-dir": request.output_dir,
-            "--compression": request.compression,
-            "--compression-ratio": request.compression_ratio,
-            "--target-len": request.target_len,
-            "--calibration": request.calibration,
-            "--max-seq-len": request.max_seq_len,
+            "--model": config.model,
+            "--output-dir": config.output_dir,
+            "--compression": config.compression,
+            "--compression-ratio": config.compression_ratio,
+            "--target-len": config.target_len,
+            "--calibration": config.calibration,
+            "--max-seq-len": config.max_seq_len,
         }
-        if request.backend != "onnxruntime":
-            named["--backend"] = request.backend
+        if config.backend != "onnxruntime":
+            named["--backend"] = config.backend
         words = ["kvlathe", "build"]
         for flag, value in named.items():
             if value is not None:
@@ -101,8 +101,8 @@ class Options:
 
 def key_of(candidate: Candidate, options: Options, exam: Exam) -> str:
     """The key of a point in the cache: a digest of all that decides its numbers. Raises
-    KvlatheError for a request that cannot be built."""
-    order = accept(options.request(candidate, options.output / "engines" / NO_ENGINE))
+    KvlatheError for a config that cannot be built."""
+    order = accept(options.config(candidate, options.output / "engines" / NO_ENGINE))
     return cache.key_of({"engine": order.key, "exam": exam.facts})
 
 
@@ -131,7 +131,7 @@ class Measuring:
         if candidate == UNCOMPRESSED:
             return self._examined(candidate, self.baseline)
         with tempfile.TemporaryDirectory(dir=self.baseline.parent) as scratch:
-            engine = build(self.options.request(candidate, Path(scratch) / NO_ENGINE))
+            engine = build(self.options.config(candidate, Path(scratch) / NO_ENGINE))
             return self._examined(candidate, engine)
 
     def _examined(self, candidate: Candidate, engine: Path) -> Point:

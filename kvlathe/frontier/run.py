@@ -17,8 +17,9 @@ from kvlathe.base.console import log, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import model_name
 from kvlathe.engines.build import build
+from kvlathe.engines.config import shipped
 from kvlathe.engines.folder import sigterm_interrupts
-from kvlathe.engines.request import shipped
+from kvlathe.export.methods.compression import parse
 from kvlathe.frontier import page
 from kvlathe.frontier.measure import (
     UNCOMPRESSED,
@@ -109,7 +110,7 @@ def _all_measured(
         tempfile.TemporaryDirectory(dir=options.output, prefix="engines-") as scratch,
     ):
         baseline = Path(scratch) / "uncompressed"
-        build(options.request(UNCOMPRESSED, baseline))
+        build(options.config(UNCOMPRESSED, baseline))
         found |= _measured(Measuring(options, exam, baseline), missing, paths, jobs)
     return found
 
@@ -153,7 +154,7 @@ def _pioneers(
     others: list[Candidate] = []
     seen: set[str] = set()
     for candidate in candidates:
-        name = candidate.compression.partition(":")[0]
+        name = parse(candidate.compression).methods[0].name
         (others if name in seen else first).append(candidate)
         seen.add(name)
     return first, others

@@ -120,7 +120,7 @@ def _check_groups(plan: PlanData, refuse: Refuse) -> None:
             "some lane is in no group, or in two",
             "each new token has one place for each lane",
         )
-    if len({(group.hot.bits_k, group.hot.bits_v) for group in plan.groups}) > 1:
+    if len({(group.hot.k.name, group.hot.v.name) for group in plan.groups}) > 1:
         refuse(
             "groups differ in the format of new tokens",
             "Attend writes all new rows in one hot format",

@@ -90,10 +90,6 @@ class Deal:
         and what the largest shard has more."""
         return CacheLayout(self.plans[0]).bytes_for(tokens)
 
-    def balance(self, tokens: int) -> float:
-        """``taken`` over the mean of ``filled``."""
-        return self.taken(tokens) * self.num_shards / sum(self.filled(tokens))
-
 
 def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal:
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
@@ -104,6 +100,14 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
             f"the plan cannot be dealt to {num_shards} shards",
             "it ranks tokens by the attention of all heads",
             "run it on one GPU, or build it with a compression that ranks no tokens",
+        )
+    kept = [len(plan.index.active(layer)) for layer in range(plan.model.layers)]
+    queries = min(kept) * plan.model.group_size
+    if queries < num_shards:
+        raise KvlatheError(
+            f"the plan cannot be dealt to {num_shards} shards",
+            f"layer {kept.index(min(kept))} has {queries} query heads that are kept",
+            f"give at most {queries} shards",
         )
     layers = [
         _lane_shards_of(plan, layer, num_shards) for layer in range(plan.model.layers)
@@ -141,13 +145,6 @@ def _lane_shards_of(
     shards. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
     lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
-    queries = len(lanes) * group
-    if queries < num_shards:
-        raise KvlatheError(
-            f"the plan cannot be dealt to {num_shards} shards",
-            f"layer {layer} has {queries} query heads that are kept",
-            f"give at most {queries} shards",
-        )
     if len(lanes) >= num_shards:
         return [LaneShard(lane, 0, group) for lane in lanes]
     by_size = sorted(lanes, key=lambda lane: _kept(plan.lanes[lane]))

@@ -12,7 +12,7 @@ from kvlathe.plan.stages import Pass
 
 
 class PageDemand:
-    """Of sequences of one ``layout``. Every answer is pages of each bucket."""
+    """Pages of each bucket that sequences of one ``layout`` need."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
@@ -22,8 +22,9 @@ class PageDemand:
         self._stages = [buckets[route.buckets[0]].stage for route in self._routes]
 
     def moments(self, tokens: int, prompt: int | None = None) -> list[list[int]]:
-        """Of a sequence that grows to ``tokens`` tokens: one entry for each pass of its
-        prompt, then the decode. ``prompt`` of them are its prompt (None: up to all)."""
+        """Pages of a sequence that grows to ``tokens`` tokens: one entry for each pass
+        of its prompt, then the decode. ``prompt`` of them are its prompt (None: up to
+        all)."""
         passes = self.plan.index.passes(tokens if prompt is None else prompt)
         per_pass = [self._during(passes, now) for now in range(len(passes))]
         if prompt is None:
@@ -33,13 +34,13 @@ class PageDemand:
         return [*per_pass, self.decode(arrived)]
 
     def prompt(self, tokens: int) -> list[int]:
-        """Of a prompt of ``tokens`` tokens in its costliest moment."""
+        """Pages of a prompt of ``tokens`` tokens in its costliest moment."""
         passes = self.plan.index.passes(tokens)
         per_pass = [self._during(passes, now) for now in range(len(passes))]
         return max(per_pass, key=self.bytes)
 
     def decode(self, arrived: list[int]) -> list[int]:
-        """Of a decode up to ``arrived`` tokens on each route."""
+        """Pages of a decode up to ``arrived`` tokens on each route."""
         pages = [0] * len(self.layout.page_stride)
         for route, count in zip(self._routes, arrived, strict=True):
             worst = route.worst_pages(count, 0)

@@ -15,7 +15,6 @@ from typing import Literal
 Bits = Literal[32, 16, 8, 4, 3, 2]
 Axis = Literal["rank", "token"]
 Coding = Literal["affine", "normal", "float8"]
-Side = Literal["k", "v"]
 
 ALIGN = 128
 """Every part of a page begins at a multiple of so many bytes."""

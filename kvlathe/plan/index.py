@@ -61,7 +61,7 @@ class Bucket:
 
     @property
     def life(self) -> Life:
-        """Of the tokens that stay here."""
+        """The life of the tokens that stay here."""
         return self.lives[0]
 
 
@@ -86,7 +86,7 @@ class Route:
 
     @classmethod
     def of(cls, groups: Sequence[Lived]) -> Route:
-        """Of groups that have one hot bucket."""
+        """The route of groups that have one hot bucket."""
         cold = [bucket for group in groups for bucket in group.buckets[1:]]
         return cls(tuple(groups), (groups[0].buckets[0], *cold))
 
@@ -104,7 +104,7 @@ class Route:
         return (counts[0][0], *(count for _, *cold in counts for count in cold))
 
     def moves(self, lengths: Sequence[int], arrived: int) -> Moves:
-        """What to move so that ``held(arrived)`` comes true. ``lengths`` of all buckets
+        """Moves that make ``held(arrived)`` come true. ``lengths`` of all buckets
         of the plan, the tokens of this step included."""
         of_groups = [
             group.life.moves(group.buckets, lengths, arrived, group.at)
@@ -160,7 +160,7 @@ class KernelPart:
 
 
 class PlanIndex:
-    """Of one plan, which has it as ``index``."""
+    """All that follows from one plan, which has it as ``index``."""
 
     def __init__(self, plan: PlanData) -> None:
         self.plan = plan
@@ -253,7 +253,7 @@ class PlanIndex:
         }
 
     def sight(self, lane: int) -> Sight:
-        """What queries see of the tokens of a lane."""
+        """The part of a lane's tokens that queries see."""
         group = self.groups.get(lane)
         return group.life.sees if group else SEES_ALL
 
@@ -278,9 +278,8 @@ class PlanIndex:
     def unit(self) -> int:
         """Elements a gather moves at once, 16 to 64: divides every rank, and 128 bytes
         in the widest format (K and V are aligned to those)."""
-        widest = max(tier.widest for tier in self.tiers)
         return math.gcd(
-            128 * 8 // widest,
+            128 * 8 // max(tier.widest for tier in self.tiers),
             *(rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v)),
         )
 
@@ -383,7 +382,7 @@ class PlanIndex:
         return tuple(b.number for b in self.buckets if b.stage == stage)
 
     def passes(self, tokens: int) -> tuple[Pass, ...]:
-        """How a prompt of ``tokens`` tokens goes through the stages."""
+        """The passes of a prompt of ``tokens`` tokens through the stages."""
         return passes(self.plan.stages, tokens)
 
     # -- routes ------------------------------------------------------------------------

@@ -105,10 +105,6 @@ class LayerBlock:
         return blocks * step // self.plan.page_tokens
 
     @property
-    def block_bytes(self) -> int:
-        return self.token_bytes * self.plan.page_tokens
-
-    @property
     def hot_bytes(self) -> int:
         """Bytes of a hot page; 0 where nothing is sealed."""
         return self._bytes(False)
@@ -117,8 +113,7 @@ class LayerBlock:
         """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
         a block's or a hot page's start."""
         table = self.layout.lane_table(bucket)
-        here = table[:, 0] == self.layer
-        own = table[here]
+        own = table[table[:, 0] == self.layer]
         first, _ = self._shares[bucket]
         own[:, OFFSETS] += self.bases[bucket] - first
         return np.ascontiguousarray(own)

@@ -99,8 +99,7 @@ def _bucket_forms(
     forms: list[int] = []
     for bucket, table in zip(plan.index.buckets, tables, strict=True):
         stride = layout.page_stride[bucket.number]
-        formats = format_fields(bucket.tier)
-        forms += (*formats, stride, bucket.is_hot, len(table), at)
+        forms += (*format_fields(bucket.tier), stride, bucket.is_hot, len(table), at)
         at += table.size
     return forms
 

@@ -33,7 +33,7 @@ NO_END = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a query sees of the tokens before it. The query at position p sees token t
+    """The tokens before it that a query sees. The query at position p sees token t
     where
 
         t < sink   or   p // P * P - recent <= t <= p
@@ -74,7 +74,7 @@ SEES_ALL = Sight()
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What a life's counts depend on beside its own numbers.
+    """The numbers beside its own that a life's counts depend on.
 
     ``page``: tokens of a page, P. ``cold``: how many cold tiers its group has.
     ``prompt_step``: a prompt's tokens move each time that so many of them are cached, and
@@ -86,7 +86,7 @@ class Paging:
     prompt_step: int = 0
 
     def whole(self, tokens: int) -> int:
-        """Of ``tokens`` tokens, those in full pages."""
+        """The part of ``tokens`` tokens that is in full pages."""
         return tokens // self.page * self.page
 
     def pages(self, tokens: int) -> int:
@@ -96,9 +96,9 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What every life answers, and how full pages live as a rule: where there is a cold
-    tier they are sealed into it, and the page that is being filled stays hot; then those
-    that the life does not keep leave the tier where they are.
+    """The questions that every life answers, answered as most do: where there is a cold
+    tier, full pages are sealed into it, and the page that is being filled stays hot; then
+    those that the life does not keep leave the tier where they are.
 
     ``by_saliency``: it chooses tokens by saliency, so the plan says what a token is
     ranked by; else pages leave by position, after the sink the oldest first. ``drops``:
@@ -115,12 +115,12 @@ class Life:
     # -- the life's own numbers --------------------------------------------------------
     @property
     def cold_tiers(self) -> range:
-        """How many cold tiers its group may have."""
+        """Numbers of cold tiers that its group may have."""
         return range(2)
 
     @property
     def sees(self) -> Sight:
-        """What queries see of its tokens."""
+        """The part of its tokens that queries see."""
         return SEES_ALL
 
     @property
@@ -140,7 +140,7 @@ class Life:
         return "all"
 
     def problem(self, page_tokens: int) -> Problem | None:
-        """What is wrong with its numbers, where a page holds ``page_tokens``."""
+        """A fault of its numbers, where a page holds ``page_tokens``; None for none."""
         return None
 
     def ranks_in(self, tier: int) -> bool:
@@ -150,7 +150,7 @@ class Life:
 
     # -- counts ------------------------------------------------------------------------
     def kept(self, whole: int) -> int:
-        """How many of ``whole`` tokens in full pages stay."""
+        """Tokens that stay of ``whole`` tokens in full pages."""
         return min(whole, self.most)
 
     def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ class Life:
         return (tail, kept) if at.cold else (kept + tail,)
 
     def shared(self, tokens: int) -> tuple[int, int]:
-        """Of a prefix of ``tokens`` tokens, whole pages: how many of its first and how
-        many of its newest a sequence has which ends there."""
+        """The numbers (first, newest) of tokens that a sequence holds which ends after
+        ``tokens`` tokens, whole pages: what a prefix keeps."""
         kept = self.kept(tokens)
         first = min(kept, self.sees.sink)
         return first, kept - first
@@ -171,7 +171,7 @@ class Life:
     def moves(
         self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
     ) -> Moves:
-        """What to move so that ``held(arrived)`` comes true. ``buckets``: of the hot tier
+        """Moves that make ``held(arrived)`` come true. ``buckets``: of the hot tier
         and of each cold one; ``lengths``: tokens in all buckets of the plan, those of this
         step included."""
         bucket = buckets[-1]
@@ -421,7 +421,7 @@ class Compact(Life):
 
 
 ROUNDING = 1e-9
-"""Of shares that sum to 1."""
+"""Allowed error of shares that sum to 1."""
 KEEP = Keep()
 SEAL = Seal()
 LIVES: Mapping[str, type[Life]] = {
@@ -436,9 +436,9 @@ LIVES: Mapping[str, type[Life]] = {
 
 
 def split_tokens(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
-    """How many of ``tokens`` tokens each of the ``shares``, which sum to 1, has:
-    round(share * tokens), the last share what is left. No count falls as ``tokens``
-    grows, and each further token adds one to one of them.
+    """Divide ``tokens`` tokens by ``shares``, which sum to 1: round(share * tokens)
+    each, the last one what is left. No count falls as ``tokens`` grows, and each further
+    token adds one to one of them.
     """
     counts: list[int] = []
     left, whole = tokens, 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ObservationWindow:
-    """Which query rows are observed, and how their attention probabilities become the
+    """The query rows that are observed, and how their attention probabilities become the
     saliency of a cached token.
 
     Windows are the prompt, cut into slices of ``slice_tokens`` tokens where that is not

@@ -1,5 +1,5 @@
-"""What a plan says: data alone. plan.py checks it and has its file form, index.py what
-follows from it."""
+"""PlanData: the fields of a plan, data alone. plan.py checks it and has its file form,
+index.py has all that follows from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlathe.plan.stages import Stage
 
 SCHEMA_VERSION = 3
 Fields = dict[str, Any]
-"""What JSON has of a dataclass: values by the names of its fields."""
+"""A dataclass as JSON has it: values by the names of its fields."""
 
 
 @dataclass(frozen=True)

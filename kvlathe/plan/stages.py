@@ -40,8 +40,8 @@ def layers_of(stages: Sequence[Stage], layers: int, stage: int) -> range:
 
 
 def passes(stages: Sequence[Stage], tokens: int) -> tuple[Pass, ...]:
-    """How a prompt of ``tokens`` tokens goes through the stages; those between which it
-    loses none are one."""
+    """The passes of a prompt of ``tokens`` tokens through the stages; stages between
+    which it loses none are one pass."""
     ranges = [Pass(0, 1, tokens)]
     for i, stage in enumerate(stages[1:], 1):
         last = ranges[-1]

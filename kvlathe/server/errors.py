@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, Busy, Closing
 from kvlathe.runtime.cache.arena import OutOfPages
-
-log = logging.getLogger("kvlathe")
 
 TYPES = {
     401: "authentication_error",

@@ -96,10 +96,6 @@ class PageArena:
             for n, stride in zip(self.pages_in_use, self.strides, strict=True)
         )
 
-    @property
-    def bytes_free(self) -> int:
-        return self.arena_bytes - self.bytes_in_use
-
     def owners(self, bucket: int, page: int) -> int:
         return self._owners[bucket][page]
 

@@ -38,6 +38,7 @@ class PagePool(PageArena):
         self.layout = layout
         self.plan = layout.plan
         self.demand = PageDemand(layout)
+        self._ranked = self.plan.index.ranked
         self._routes = self.plan.index.routes
         self._hot = [route.buckets[0] for route in self._routes]
         self._sealed = [len(route.buckets) > 1 for route in self._routes]
@@ -53,8 +54,7 @@ class PagePool(PageArena):
     def has_room_for(self, tokens: int, prompt: int | None = None) -> bool:
         """Whether the empty pool surely holds a sequence at every moment until it has
         ``tokens`` tokens. ``prompt`` of them are its prompt (None: up to all)."""
-        moments = self.demand.moments(tokens, prompt)
-        return all(self.fits([pages]) for pages in moments)
+        return all(self.fits([pages]) for pages in self.demand.moments(tokens, prompt))
 
     def worst_pages(self, tokens: int, prompt: int | None = None) -> list[int]:
         """Pages of each bucket that the same sequence can need, each at its own worst
@@ -82,7 +82,7 @@ class PagePool(PageArena):
         ``table.pages`` then includes the new pages of the hot buckets. Raises
         OutOfPages; nothing was taken then.
         """
-        if tokens == 1 and not self.plan.index.ranked and self._has_room(table, seal):
+        if tokens == 1 and not self._ranked and self._has_room(table, seal):
             lengths = list(map(add, table.lengths, self._one))
             return Reservation(table, self._one, lengths, seal)
         arriving = self._arriving(tokens)
@@ -144,8 +144,7 @@ class PagePool(PageArena):
         place, within = divmod(table.lengths[b], self.plan.page_tokens)
         if within == 0:
             return False
-        page = table.pages[b][place]
-        return self._owners[b][page] > 1
+        return self._owners[b][table.pages[b][place]] > 1
 
     def _moves(
         self, table: PageTable, arriving: list[int], lengths: list[int]
@@ -249,8 +248,7 @@ class PagePool(PageArena):
             targets.append(pages)
             done.after[target.bucket] += pages
             lengths[target.bucket] += target.tokens
-        one = PageSelection(selection, source, tuple(targets))
-        done.moves.selections.append(one)
+        done.moves.selections.append(PageSelection(selection, source, tuple(targets)))
 
     def to_page_end(self, table: PageTable) -> int:
         """Tokens, at least 1, that fill a page which is being filled: where nothing is

@@ -85,8 +85,7 @@ class PrefixCache:
             if base is not None:
                 self._hold(base.pages, held)
             start = base.cached if base is not None else 0
-            blocks = self._present(chain, held, start)
-            return self.table(base, blocks)
+            return self.table(base, self._present(chain, held, start))
         finally:
             for pages in held:
                 self.pool.drop(pages)
@@ -109,8 +108,7 @@ class PrefixCache:
             cached += base.cached
             table.base = base
             table.pages = [list(ids) for ids in base.pages]
-            both = map(add, held, base.lengths)
-            held = list(both)
+            held = list(map(add, held, base.lengths))
         table.lengths = held
         for block in blocks:
             for ids, own in zip(table.pages, block.pages, strict=True):
@@ -147,8 +145,7 @@ class PrefixCache:
         """Remember ``tokens`` as a compacted prefix: of their KV pairs the ``share``
         that ``table`` holds, whose pages are the cache's from now on. It replaces an
         older one of the same tokens."""
-        made = self.compacted_of(tokens, salt, share, table.pages, table.lengths)
-        self.replace(made)
+        self.replace(self.compacted_of(tokens, salt, share, table.pages, table.lengths))
 
     def replace(self, made: CompactedPrefix) -> None:
         """Remember a compacted prefix, whose pages are the cache's from now on, in place
@@ -169,8 +166,7 @@ class PrefixCache:
         """What is known of a compacted prefix. It is not remembered."""
         ids = np.asarray(tokens, np.int32).tobytes()
         mark = f"compacted {share!r}".encode()
-        seed = self._first_key(salt)
-        digest = hashlib.sha256(seed + mark + ids)
+        digest = hashlib.sha256(self._first_key(salt) + mark + ids)
         return CompactedPrefix(
             ids=ids,
             salt=salt,
@@ -382,6 +378,5 @@ class PrefixCache:
             key = base.key
             first += base.cached
         for end in range(first, len(ids) + 1, self.block):
-            block = ids[end - self.block : end].tobytes()
-            key = hashlib.sha256(key + block).digest()
+            key = hashlib.sha256(key + ids[end - self.block : end].tobytes()).digest()
             yield key

@@ -16,6 +16,7 @@ from ctypes import (
     c_uint32,
     c_void_p,
 )
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -273,14 +274,32 @@ def cuda_library(who: str) -> CudaLibrary:
     return CudaLibrary(here.native)
 
 
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """Where one layer lies in pages that are not those of a CacheLayout, such as blocks of
+    a host. ``table``: its layer table. By bucket: its ``rows`` of the lane table, and the
+    ``strides``, bytes from a page to the next."""
+
+    table: npt.NDArray[np.int32]
+    rows: Sequence[npt.NDArray[np.int32]]
+    strides: Sequence[int]
+
+
 class LayerForm:
     """One layer of a plan for the library: its handle, and the parts that its attention
     reads."""
 
-    def __init__(self, library: CudaLibrary, layout: CacheLayout, layer: int) -> None:
+    def __init__(
+        self,
+        library: CudaLibrary,
+        layout: CacheLayout,
+        layer: int,
+        pages: LayerPages | None = None,
+    ) -> None:
+        """``pages``: None for those of ``layout``."""
         plan = layout.plan
         self.library, self.handle = library, c_void_p()
-        table = layer_table(layout, layer)
+        table = layer_table(layout, layer) if pages is None else pages.table
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
         lanes, group = plan.index.active(layer), plan.model.group_size
         self.heads = len(lanes)
@@ -289,16 +308,21 @@ class LayerForm:
         self.fresh = [int(bucket.is_hot) for bucket in plan.index.buckets]
         own = layer_tables(layout, layer)
         self.places = list(own)
-        """Of its parts among those of the plan."""
+        """Numbers of its parts among those of the plan."""
         own_parts = [plan.index.parts[i] for i in self.places]
         self.buckets = [part.bucket for part in own_parts]
         self.windows = [window_among(part, own_parts) for part in own_parts]
         self._tables = list(own.values())
+        if pages is not None:
+            self._tables = [pages.rows[b] for b in self.buckets]
         parts = [
             part_of(layout, b, rows)
             for b, rows in zip(self.buckets, self._tables, strict=True)
         ]
         self.parts = (Part * len(parts))(*parts)
+        if pages is not None:
+            for part, b in zip(self.parts, self.buckets, strict=True):
+                part.page_stride = pages.strides[b]
 
     def __del__(self) -> None:
         if self.handle:
@@ -354,7 +378,7 @@ class PageKernels:
         self.library.call("cuda_seal", byref(args))
 
     def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
-        """What seals pages of ``fresh`` into ``cold``; no pages yet."""
+        """Arguments that seal pages of ``fresh`` into ``cold``; no pages yet."""
         tier = self.plan.index.buckets[cold].tier
         args = SealArgs(
             ABI_VERSION,

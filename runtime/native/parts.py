@@ -55,7 +55,7 @@ def part_of(layout: CacheLayout, bucket: int, lanes: npt.NDArray[np.int32]) -> P
 
 
 def window_form(part: KernelPart) -> WindowForm:
-    """What the lanes of a part see; its buckets are those of the plan."""
+    """The window that the lanes of a part see; its buckets are those of the plan."""
     sight = part.sight
     form = WindowForm(sight.sink, sight.recent, sight.exact)
     form.sealed = part.sealed
@@ -64,8 +64,9 @@ def window_form(part: KernelPart) -> WindowForm:
 
 
 def window_among(own: KernelPart, parts: Sequence[KernelPart]) -> WindowForm:
-    """What the lanes of a part see, its buckets as places in ``parts``, those of a layer.
-    Sealed parts that live alike have equally many tokens, so any of them does."""
+    """The window that the lanes of a part see, its buckets as places in ``parts``, the
+    parts of a layer. Sealed parts that live alike have equally many tokens, so any of
+    them does."""
     window = window_form(own)
     window.sealed = -1
     for i, part in enumerate(parts):

@@ -28,8 +28,7 @@ from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.parts.compaction import PairScores
 from kvlathe.runtime.scheduling.sequence import PrefillChunk
 from kvlathe.runtime.scheduling.sequence import Sequence as Request
-from kvlathe.runtime.scheduling.step import DONE, Step, StepPart
-from kvlathe.runtime.scheduling.step_room import StepRoom
+from kvlathe.runtime.scheduling.step import DONE, Step, StepPart, StepRoom
 from kvlathe.runtime.sessions.page_moves import PageMoves, Relocation
 from kvlathe.runtime.sessions.protocols import Float32
 from kvlathe.runtime.text.sampler import Sampler

@@ -14,7 +14,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Rows, Sequence
 from kvlathe.runtime.text.guide import masks_of
 from kvlathe.runtime.text.masks import Masks
-from kvlathe.runtime.text.sampler import Request, Sampled
+from kvlathe.runtime.text.sampler import Request, Sampled, rows_of, sample
 
 
 @cache
@@ -96,7 +96,22 @@ def choosing_rows(chunks: Items[Chunk], growing: Items[Chunk], logits: Rows) -> 
     return logits[np.array(places, np.intp)]
 
 
-def logits_of_prompt(sequence: Sequence) -> Rows:
+def first_choices(forked: Items[Sequence]) -> dict[Sequence, Choice]:
+    """The first token of each sequence that grows, from the logits after a prompt that
+    another one has computed."""
+    growing = [sequence for sequence in forked if sequence.grows]
+    if not growing:
+        return {}
+    requests = [sequence.request for sequence in growing]
+    logits = np.stack([_logits_of_prompt(sequence) for sequence in growing])
+    with Masking(requests) as masking:
+        sampled = sample(logits, rows_of(requests, masking.result()))
+    for sequence in growing:
+        sequence.sampler.drawn += 1
+    return dict(zip(growing, chosen(growing, sampled), strict=True))
+
+
+def _logits_of_prompt(sequence: Sequence) -> Rows:
     """Logits [vocab] after a shared prompt that was computed."""
     shared = sequence.shared_prompt
     assert shared and shared.logits is not None

@@ -13,24 +13,21 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-import numpy as np
-
 from kvlathe.base.errors import DeviceLost, KvlatheError
 from kvlathe.runtime.cache.pool import PagePool
-from kvlathe.runtime.scheduling.choosing import Masking, chosen, logits_of_prompt
+from kvlathe.runtime.scheduling.choosing import first_choices
 from kvlathe.runtime.scheduling.parts.ranking import TokenRanking
 from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import (
     NO_TOKEN,
-    Choice,
     Chunk,
     Rows,
     Sequence,
 )
 from kvlathe.runtime.scheduling.step import DONE, Step, StepContext
 from kvlathe.runtime.sessions.protocols import Session, check_session
-from kvlathe.runtime.text.sampler import TokenLogprob, rows_of, sample
+from kvlathe.runtime.text.sampler import TokenLogprob
 
 
 class Engine:
@@ -201,18 +198,10 @@ class Engine:
         """Start the sequences whose prompt another one has just computed, each with a
         token of its own."""
         forked = self.scheduler.forked()
-        growing = [sequence for sequence in forked if sequence.grows]
-        choices: dict[Sequence, Choice] = {}
-        if growing:
-            logits = np.stack([logits_of_prompt(sequence) for sequence in growing])
-            requests = [sequence.request for sequence in growing]
-            with Masking(requests) as masking:
-                sampled = sample(logits, rows_of(requests, masking.result()))
-            for sequence in growing:
-                sequence.sampler.drawn += 1
-            choices = dict(zip(growing, chosen(growing, sampled), strict=True))
-        for sequence in forked:
-            self._grow(sequence, *choices.get(sequence, NO_TOKEN))
+        if forked:
+            choices = first_choices(forked)
+            for sequence in forked:
+                self._grow(sequence, *choices.get(sequence, NO_TOKEN))
         return forked
 
     def _grow(

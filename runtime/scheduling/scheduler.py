@@ -39,7 +39,7 @@ from kvlathe.runtime.scheduling.sequence import (
     Sequence,
 )
 from kvlathe.runtime.scheduling.shared_prompts import SharedPrompts
-from kvlathe.runtime.scheduling.step_room import StepRoom
+from kvlathe.runtime.scheduling.step import StepRoom
 from kvlathe.runtime.sessions.protocols import PageMover
 
 T = TypeVar("T")

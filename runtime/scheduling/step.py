@@ -30,7 +30,6 @@ from kvlathe.runtime.scheduling.choosing import (
 )
 from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.sequence import Chunk, Rows, Sequence
-from kvlathe.runtime.scheduling.step_room import StepRoom
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import Choose, Sampling, Session, StepPlan
 from kvlathe.runtime.text.guide import masks_of
@@ -39,6 +38,9 @@ from kvlathe.runtime.text.sampler import StepRows, sample
 Kind = Literal["done", "out_of_memory", "failed"]
 State = Literal["reserved", "given back", "launched", "landed"]
 NO_LOGITS: Rows = np.zeros((0, 0), np.float32)
+PATIENCE = 1000
+"""Steps after which twice as many tokens are tried again: what took the memory, another
+process perhaps, may have gone."""
 NO_ROOM = "an earlier step of as many tokens found no memory"
 
 
@@ -51,6 +53,36 @@ class Outcome:
 
 
 DONE = Outcome("done")
+
+
+class StepRoom:
+    """How many tokens a step may take, as far as its memory is known. A step that runs
+    out of memory halves the steps that follow; they grow again.
+
+    ``most``: tokens that a step may have; None where none has found too little.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._ran = 0
+
+    def of(self, limit: int) -> int:
+        """Tokens that a step may take where an engine takes ``limit``; 1 or more."""
+        return limit if self.most is None else min(limit, self.most)
+
+    def failed(self, tokens: int) -> None:
+        """A step of ``tokens`` tokens found no memory."""
+        self.most = max(1, tokens // 2)
+        self._ran = 0
+
+    def ran(self) -> None:
+        """A step has found its memory."""
+        if self.most is None:
+            return
+        self._ran += 1
+        if self._ran == PATIENCE:
+            self.most *= 2
+            self._ran = 0
 
 
 class StepPart(Protocol):
@@ -121,7 +153,8 @@ class Step:
         self._sampling: Sampling | None = None
         self._ran = False
         self._set(chunks)
-        self.flies = self._on_device and not any(chunk.drafts for chunk in chunks)
+        guessed = any(chunk.drafts for chunk in chunks)
+        self.flies = self._on_device and len(chunks) > 0 and not guessed
 
     def _set(self, chunks: Items[Chunk]) -> None:
         self.chunks = chunks
@@ -204,7 +237,8 @@ class Step:
         if self.flies:
             self._choose = session.start(plan)
             self._ran = True
-            if not any(chunk.sequence.late(context.counts) for chunk in self.growing):
+            counts = context.counts
+            if not any(chunk.sequence.late(counts) for chunk in self.growing):
                 self._queue(known=False)
             return
         requests = [request for chunk in self.growing for request in chunk.requests]

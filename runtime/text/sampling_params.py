@@ -67,17 +67,22 @@ class SamplingParams:
         ...
     kvlathe.base.errors.KvlatheError: top_p is 1.5: it must be above 0 and at most 1. Change it.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    ``presence_penalty`` is taken from the logit of every token that the answer has,
-    ``frequency_penalty`` as often as it has it; ``repetition_penalty`` (CTRL, Keskar et
-    al. 2019) counts the prompt too. ``logit_bias``: (token id, what is added to its
-    logit). ``seed`` None draws a new one. ``stop``: one string or several that end the
-    text and are not part of it; ``stop_ids``: tokens that do. ``logprobs``: how many of
-    the likeliest tokens to report beside each chosen one, None: report nothing;
-    ``prompt_logprobs``: the same for the prompt's own tokens, and then
-    ``max_new_tokens`` may be 0. ``structure``: what the answer must look like
-    (docs/structured.md). ``skip_special_tokens`` False: the text has special tokens
-    too, but for the one that ends it.
+    ``max_new_tokens``: tokens of the answer at most; may be 0 where
+        ``prompt_logprobs`` is given.
+    ``temperature``: 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    ``presence_penalty``: taken from the logit of every token that the answer has;
+        ``frequency_penalty``: as often as the answer has it.
+    ``repetition_penalty``: counts the prompt too (CTRL, Keskar et al. 2019).
+    ``logit_bias``: (token id, number added to its logit), several times.
+    ``seed``: None draws a new one.
+    ``stop``: one string or several that end the text and are not part of it;
+        ``stop_ids``: tokens that do.
+    ``logprobs``: how many of the likeliest tokens to report beside each chosen one,
+        None: report nothing; ``prompt_logprobs``: the same for the prompt's tokens.
+    ``ignore_eos``: go on after an end-of-text token.
+    ``structure``: the form that the answer must have (docs/structured.md).
+    ``skip_special_tokens``: False: the text has special tokens too, but for the one
+        that ends it.
 
     Raises KvlatheError for a value of another type or out of its range.
     """

@@ -63,7 +63,7 @@ def test_a_folder_goes_before_a_name(hub: FakeHub, tmp_path: Path) -> None:
         checkpoint_folder(Path(NAME), "main")
 
 
-def test_what_is_no_name_is_a_folder_that_is_missing(hub: FakeHub) -> None:
+def test_words_that_are_no_hub_name_are_folders(hub: FakeHub) -> None:
     names = ("nothing", "../other/thing", "/tmp/no/such", "a/b/c")
     for path in (
         *names,
@@ -150,7 +150,7 @@ def test_without_a_network_the_cache_answers_or_says_what_is_missing(
     assert checkpoint_folder(Path(NAME)) == folder and len(hub.asked) == count
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
+def test_shards_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / hubs.INDEX).write_text(json.dumps({"weight_map": shards}))
     (tmp_path / "config.json").write_text("{}")

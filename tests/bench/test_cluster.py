@@ -149,7 +149,7 @@ def test_jumping_over_steps_changes_no_time(jobs: list[Job], beside: int) -> Non
     assert worker.held == worker.cached == worker.unfinished == 0
 
 
-def test_one_after_the_other_waits_as_long_as_theory_says() -> None:
+def test_a_single_server_waits_as_long_as_queueing_theory_says() -> None:
     """A queue with Poisson arrivals and one service time: Pollaczek and Khinchine."""
     engine = Engine(TIMES, 1, 1 << 40, most_running=1, step_tokens=64)
     service, load, count = TIMES.step + TIMES.prompt(50, 1250), 0.6, 12_000

@@ -80,7 +80,7 @@ def test_the_bare_loop_computes_the_same_tokens(llm: LLM) -> None:
     assert spent.decode > 0
 
 
-def test_it_is_one_step_ahead_where_the_session_samples(llm: LLM) -> None:
+def test_the_bare_loop_is_one_step_ahead_where_the_session_samples(llm: LLM) -> None:
     tokens, calls = answered(llm)
     session = Ahead(llm.session)
     started = [("start" if name == "run" else name, args) for name, args in calls]

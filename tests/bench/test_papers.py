@@ -25,7 +25,7 @@ def test_a_claim_is_the_ratio_of_two_rows(name: str) -> None:
         assert found["ours"] == pytest.approx(ratio)
 
 
-def test_what_a_build_refuses_is_a_row_and_the_next_one_goes_on(
+def test_a_refused_build_is_a_row_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(builds: Builds, name: str, folder: Path) -> None:

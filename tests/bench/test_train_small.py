@@ -34,7 +34,9 @@ def pattern(form: str) -> re.Pattern[str]:
 
 
 @given(st.integers(64, 600), st.sampled_from([None, 1]), st.integers(0, 1 << 20))
-def test_every_answer_was_told(length: int, asked: int | None, seed: int) -> None:
+def test_answers_of_exercises_were_told_before(
+    length: int, asked: int | None, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     ids, is_answer = RECORDS.episode(length, asked, IDS, rng)
     text = ENCODER.decode(ids.tolist())

@@ -114,7 +114,7 @@ def test_at_the_end_of_the_engines_room_there_is_a_remedy(
 ) -> None:
     """An answer that ends there says so, and so does a question that is too long."""
     lines = iter(["Count.", "And then?", "/reset", "Who?", None])
-    monkeypatch.setattr(chat, "asked", lambda: next(lines))
+    monkeypatch.setattr(chat, "ask", lambda: next(lines))
     small = replaced(llm("torch", "split"), max_seq_len=96, max_input_len=96)
     params = SamplingParams(max_new_tokens=300, ignore_eos=True)
     chat.talk(chat.Conversation(with_template(small), params, None))
@@ -123,7 +123,7 @@ def test_at_the_end_of_the_engines_room_there_is_a_remedy(
     assert said[1] == f"[{chat.FULL}]" and said[3].endswith(f"; {chat.FULL}]")
 
 
-def test_what_a_model_writes_is_not_obeyed_by_a_terminal(
+def test_a_terminal_does_not_obey_what_a_model_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -31,6 +31,7 @@ from kvlathe.tasks.tasks import read_texts
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "build",
+    "methods",
     "calibrate",
     "generate",
     "compact",
@@ -180,7 +181,7 @@ def test_ctrl_c_is_exit_code_130(
     assert capsys.readouterr().err.strip().endswith("error: interrupted.")
 
 
-def test_what_libraries_print_does_not_reach_stdout() -> None:
+def test_prints_of_libraries_do_not_reach_stdout() -> None:
     """Prints of Python and of C code inside the block go to stderr, also what C had
     only buffered."""
     code = (

@@ -28,7 +28,7 @@ def compacted(tmp_path: Path, engine: Path, *options: str) -> dict[str, object]:
     return json.loads(found.stdout)
 
 
-def test_all_that_is_kept_answers_as_the_whole_prefix_does(
+def test_compacting_to_all_of_a_prefix_changes_no_answer(
     tmp_path: Path, engine: Path
 ) -> None:
     options = ("--keep", "1", "--prompt", "# How", "--max-new-tokens", "8")

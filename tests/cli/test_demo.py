@@ -26,7 +26,7 @@ def demo() -> ModuleType:
     return module
 
 
-def test_its_paths_do_not_depend_on_where_it_is_started(
+def test_paths_of_the_demo_do_not_depend_on_where_it_is_started(
     demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,7 +43,7 @@ def test_a_model_that_is_none_is_refused_before_anything_runs(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_ends_with_a_table_and_pointers(
+def test_the_demo_ends_with_a_table_and_two_files_to_open(
     demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = dict.fromkeys(demo.COLUMNS, 0.5)

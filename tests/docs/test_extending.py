@@ -16,7 +16,8 @@ from kvlathe.export import families
 from kvlathe.export.bases.rotation import balanced_rotation
 from kvlathe.export.methods import registry
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.lives import Window
 from kvlathe.plan.plan import CompressionPlan
@@ -54,32 +55,32 @@ def test_the_family_of_the_page_is_the_one_in_the_product(tmp_path: Path) -> Non
 @pytest.fixture
 def pca() -> Iterator[dict[str, Any]]:
     """The method of the page, registered as the page does it."""
-    (_, method), (_, register) = blocks("method.md")
+    (_, method), (_, register), _ = blocks("method.md")
     module: dict[str, Any] = {}
     exec(method, module)
     exec(register, module)
     yield module
-    del registry.METHODS["pca"]
+    del registry.methods()["pca"]
 
 
 @pytest.mark.parametrize("request_", ["pca:removal_rate=0.3", "pca+hack:bits=4"])
 def test_the_method_of_the_page_plans(pca: dict[str, Any], request_: str) -> None:
     stats = stats_cases.stats(0)
-    assert registry.calibration(request_) == pca["CALIBRATION"]
+    assert parse(request_).calibration == pca["METHOD"].calibration
     plan, basis = compose(
-        request_, stats.shape, True, stats, Options(), CacheSettings()
+        parse(request_), stats.shape, True, stats, RankOptions(), CacheSettings()
     )
     assert sum(lane.rank_k for lane in plan.lanes) < 64 * len(plan.lanes)
     assert all(basis[lane.layer, lane.head].a_v is not None for lane in plan.lanes)
     with pytest.raises(KvlatheError, match="Did you mean pca"):
-        registry.calibration("pka")
+        parse("pka")
 
 
 def test_the_method_of_the_page_loses_more_than_the_best_basis(
     pca: dict[str, Any],
 ) -> None:
     stats = stats_cases.stats(0)
-    options = Options(centre=True)
+    options = RankOptions(centre=True)
     lost = pca["rotate"](stats, options).loss_k[..., ::-1].cumsum(-1)
     least = balanced_rotation(stats).loss_k[..., ::-1].cumsum(-1)
     assert (lost >= least * (1 - 1e-3)).all()

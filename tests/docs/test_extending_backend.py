@@ -13,7 +13,7 @@ import pytest
 from kvlathe.base import machine
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import backends
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.plan import manifest as manifests
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions import registry
@@ -54,7 +54,7 @@ def test_the_backend_of_the_page_answers_as_onnxruntime_does(
     monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
     model = reference("llama-dynamic")[0]
     folders = {
-        name: build(BuildRequest(model, tmp_path / name, backend=name))
+        name: build(BuildConfig(model, tmp_path / name, backend=name))
         for name in ("onnxruntime", NAME)
     }
     greedy = SamplingParams(max_new_tokens=8)

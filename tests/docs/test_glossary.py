@@ -32,7 +32,7 @@ def glossary() -> str:
     return (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 
-def test_it_has_few_entries_of_three_cells() -> None:
+def test_the_glossary_has_few_entries_of_three_cells() -> None:
     rows = entries(glossary())
     assert len(rows) < FEWER_THAN
     assert all(len(row) == 3 and row[0] and row[1] for row in rows)

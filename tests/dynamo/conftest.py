@@ -18,12 +18,12 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     some."""
     pytest.importorskip("torch")
     from kvlathe.engines.build import build
-    from kvlathe.engines.request import BuildRequest
+    from kvlathe.engines.config import BuildConfig
 
     @cache
     def made(compression: str) -> Path:
         target = tmp_path_factory.mktemp("engines") / "engine"
-        request = BuildRequest(
+        request = BuildConfig(
             ROOT / "models/lathe-5m",
             target,
             compression,

@@ -100,7 +100,7 @@ def test_sampling_stops_and_logprobs_are_ours(
     assert [len(top) for top in logprobs["top_logprobs"]] == [3] * 8
 
 
-def test_what_the_engine_cannot_do_is_refused_in_a_sentence(
+def test_dynamo_clients_get_400_for_what_the_engine_cannot_do(
     pair: tuple[Cluster, Worker, Worker],
 ) -> None:
     with pair[0].open(prompt="a", max_tokens=4, min_tokens=3) as response:
@@ -109,7 +109,7 @@ def test_what_the_engine_cannot_do_is_refused_in_a_sentence(
     assert "min_tokens is 3" in said
 
 
-def test_a_client_that_leaves_frees_its_pages(
+def test_a_dynamo_client_that_leaves_frees_its_pages(
     pair: tuple[Cluster, Worker, Worker],
 ) -> None:
     cluster, *workers = pair

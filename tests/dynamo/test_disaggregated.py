@@ -99,7 +99,7 @@ def test_seeds_stops_and_logprobs_go_on_where_the_other_worker_began(
     assert alone_said.text.startswith(one["text"]) and one["finish_reason"] == "length"
 
 
-def test_a_client_that_leaves_frees_its_pages(
+def test_a_client_that_leaves_frees_pages_of_the_decode_worker(
     trio: tuple[Cluster, Worker, Worker],
 ) -> None:
     cluster, _, decode = trio

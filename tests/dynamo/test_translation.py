@@ -24,7 +24,7 @@ def asked(**groups: Any) -> Asked:  # noqa: ANN401
     return Asked.of({"token_ids": [1, 2, 3], **groups}, LIMIT)
 
 
-def test_what_is_null_or_missing_is_the_apis_default() -> None:
+def test_missing_fields_of_a_dynamo_request_are_defaults() -> None:
     nulls = dict.fromkeys(("temperature", "top_p", "top_k", "seed", "n", "min_p"))
     found = asked(sampling_options=nulls, stop_conditions=None)
     expected = SamplingParams(max_new_tokens=LIMIT - 3, temperature=1.0)
@@ -46,7 +46,7 @@ def test_what_is_null_or_missing_is_the_apis_default() -> None:
     st.integers(-1, 50),
     st.integers(-(2**63), 2**63 - 1),
 )
-def test_every_sampling_field_arrives(
+def test_every_sampling_field_of_a_dynamo_request_arrives(
     numbers: dict[str, float], top_k: int, seed: int
 ) -> None:
     options = numbers | {"top_k": top_k, "seed": seed, "logit_bias": {"7": 1.5}}
@@ -87,7 +87,9 @@ def test_text_that_may_not_end_ignores_hidden_stops() -> None:
         {"token_ids": [1.5]},
     ],
 )
-def test_what_cannot_be_served_is_refused(groups: dict[str, Any]) -> None:
+def test_dynamo_requests_that_cannot_be_served_are_refused(
+    groups: dict[str, Any],
+) -> None:
     with pytest.raises(KvlatheError):
         asked(**groups)
 
@@ -117,7 +119,7 @@ def test_chunks_have_tokens_logprobs_and_counts() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 9))
-def test_an_answer_is_cut_where_it_is_full(tokens: list[int], most: int) -> None:
+def test_a_dynamo_answer_is_cut_at_its_length(tokens: list[int], most: int) -> None:
     chunk: dict[str, object] = {
         "token_ids": tokens,
         "log_probs": list(map(float, tokens)),

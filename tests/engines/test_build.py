@@ -27,7 +27,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import describe
 from kvlathe.engines import build as builds
 from kvlathe.engines import cache, planning
-from kvlathe.engines.build import BuildRequest, build, calibrate_to, preview
+from kvlathe.engines.build import BuildConfig, build, calibrate_to, preview
 from kvlathe.engines.compare import raw_step
 from kvlathe.engines.order import accept
 from kvlathe.export.model.spec import DecoderSpec
@@ -88,9 +88,9 @@ def model(reference: Reference) -> Path:
 
 
 @pytest.fixture
-def request_for(model: Path, tmp_path: Path) -> Callable[..., BuildRequest]:
-    def made(**options: Any) -> BuildRequest:  # noqa: ANN401
-        return BuildRequest(model, tmp_path / options.pop("name", "engine"), **options)
+def request_for(model: Path, tmp_path: Path) -> Callable[..., BuildConfig]:
+    def made(**options: Any) -> BuildConfig:  # noqa: ANN401
+        return BuildConfig(model, tmp_path / options.pop("name", "engine"), **options)
 
     return made
 
@@ -99,7 +99,7 @@ def request_for(model: Path, tmp_path: Path) -> Callable[..., BuildRequest]:
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uncompressed engine of the tiny model. Read only."""
     return build(
-        BuildRequest(
+        BuildConfig(
             model,
             tmp_path_factory.mktemp("engines") / "whole",
             command="kvlathe build whole",
@@ -126,7 +126,7 @@ def stored_bytes(engine: Path) -> int:
 
 # -- what is built ---------------------------------------------------------------------
 def test_an_engine_of_codes_counts_weights_and_cache(
-    engine: Path, request_for: Callable[..., BuildRequest]
+    engine: Path, request_for: Callable[..., BuildConfig]
 ) -> None:
     """Its logits are near those of the floats, and what is cached is the same."""
     promised = preview(request_for(weights="int8"))["weight_bytes"]
@@ -176,7 +176,7 @@ def test_an_engine_describes_and_proves_itself(engine: Path) -> None:
 
 
 def test_the_log_names_every_long_step_before_it_begins(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,7 +222,7 @@ def test_a_changed_weight_is_refused(engine: Path, tmp_path: Path) -> None:
 
 
 def test_a_compressed_engine_at_full_rank_has_the_same_logits(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
 ) -> None:
     """The whole path, calibration included, changes nothing until it removes
     something."""
@@ -238,7 +238,7 @@ def test_a_compressed_engine_at_full_rank_has_the_same_logits(
 
 @pytest.mark.nightly
 def test_a_compressed_engine_has_fewer_bytes(
-    engine: Path, request_for: Callable[..., BuildRequest]
+    engine: Path, request_for: Callable[..., BuildConfig]
 ) -> None:
     """That of lathe-5m in cli/test_main_job.py has, too."""
     less = build(request_for(compression="fdc", compression_ratio=0.4, name="less"))
@@ -253,7 +253,7 @@ def test_a_compressed_engine_has_fewer_bytes(
 
 def test_an_engine_of_8_bit_floats_has_half_the_bytes_and_nearly_the_logits(
     engine: Path,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A byte a number and a half a token of each K and V. By the graph alone, as
@@ -274,7 +274,7 @@ def test_an_engine_of_8_bit_floats_has_half_the_bytes_and_nearly_the_logits(
 
 
 def test_engines_cache_in_16_bit_unless_they_are_asked_for_32(
-    request_for: Callable[..., BuildRequest], engine: Path
+    request_for: Callable[..., BuildConfig], engine: Path
 ) -> None:
     """Whatever they compute in, so that their bytes are beside those that others
     count."""
@@ -289,7 +289,7 @@ def test_engines_cache_in_16_bit_unless_they_are_asked_for_32(
 
 
 def test_an_engine_ends_its_text_where_the_checkpoint_says(
-    model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path
+    model: Path, request_for: Callable[..., BuildConfig], tmp_path: Path
 ) -> None:
     """Here only config.json says it, and it does not come along: every token ends a
     text."""
@@ -318,7 +318,7 @@ def test_an_engine_ends_its_text_where_the_checkpoint_says(
 # -- the cache -------------------------------------------------------------------------
 def test_the_same_request_again_builds_nothing(
     engine: Path,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*_: object) -> None:
@@ -343,7 +343,7 @@ def test_a_cached_engine_speaks_of_this_build_and_the_first_one_stays_as_it_is(
     one, what it says is not."""
     renamed = shutil.copytree(model, tmp_path / "an & other")
     again = build(
-        BuildRequest(
+        BuildConfig(
             renamed, tmp_path / "again", command="kvlathe build --model 'an & other'"
         )
     )
@@ -361,11 +361,11 @@ def test_a_cached_engine_speaks_of_this_build_and_the_first_one_stays_as_it_is(
         manifests.verify(again).model == "an & other"
         and manifests.verify(engine).model == model.name
     )
-    assert cache.find(accept(BuildRequest(model, tmp_path / "third")).key) is not None
+    assert cache.find(accept(BuildConfig(model, tmp_path / "third")).key) is not None
 
 
 def test_every_option_that_matters_is_in_the_key(
-    request_for: Callable[..., BuildRequest], reference: Reference
+    request_for: Callable[..., BuildConfig], reference: Reference
 ) -> None:
     request = request_for()
     same = [
@@ -397,7 +397,7 @@ def test_every_option_that_matters_is_in_the_key(
 def test_calibration_is_kept_as_a_file_and_in_the_cache(
     model: Path,
     tmp_path: Path,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     monkeypatch: pytest.MonkeyPatch,
     reference: Reference,
 ) -> None:
@@ -418,11 +418,10 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
         lambda *_: pytest.fail("calibrated again"),
     )
     loaded = planning.statistics(
-        request_for(compression="fdc", stats=tmp_path / "model.npz"), checkpoint
+        accept(request_for(compression="fdc", stats=tmp_path / "model.npz")),
+        checkpoint,
     )
-    cached = planning.statistics(
-        planning.resolved(request_for(compression="fdc")), checkpoint
-    )
+    cached = planning.statistics(accept(request_for(compression="fdc")), checkpoint)
     assert loaded is not None and cached is not None
     assert written.digest == loaded.digest
     assert written.entropies.texts > 0
@@ -430,13 +429,14 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
     other = planning.open_checkpoint(reference("qwen2-g7")[0])
     with pytest.raises(KvlatheError, match="another model"):
         planning.statistics(
-            request_for(compression="fdc", stats=tmp_path / "model.npz"), other
+            accept(request_for(compression="fdc", stats=tmp_path / "model.npz")),
+            other,
         )
 
 
 # -- refusals --------------------------------------------------------------------------
 def test_a_dry_run_counts_bytes_and_writes_nothing(
-    request_for: Callable[..., BuildRequest], tmp_path: Path
+    request_for: Callable[..., BuildConfig], tmp_path: Path
 ) -> None:
     seen = preview(request_for(compression="fdc", removal_rate=0.4))
     json.dumps(seen)
@@ -461,16 +461,16 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"compression": "fdc", "compression_ratio": 0.99}, "0.99 cannot be reached"),
         ({"compression": "zip"}, "unknown"),
         ({"stats": Path("nowhere.npz"), "compression": "fdc"}, "no such file"),
-        ({"max_batch_size": 0}, "--max_batch_size 0"),
+        ({"max_batch_size": 0}, "--max-batch-size 0"),
         ({"tokens_per_block": 40}, "multiples of 16"),
         ({"prefill_chunk": 100}, "whole pages"),
-        ({"max_num_tokens": 10}, "--max_num_tokens 10"),
+        ({"max_num_tokens": 10}, "--max-num-tokens 10"),
         ({"max_seq_len": 513}, "513"),
-        ({"max_seq_len": 256, "max_input_len": 300}, "--max_input_len 300"),
-        ({"kv_bits": 8}, "--kv_bits 8"),
+        ({"max_seq_len": 256, "max_input_len": 300}, "--max-input-len 300"),
+        ({"kv_bits": 8}, "--kv-bits 8"),
         ({"compression": "auto", "metric": "speed"}, "--metric speed"),
         ({"compression": "fdc", "basis": "qr"}, "--basis qr .* svd, balanced"),
-        ({"prefill_chunk": 1 << 36}, "--prefill_chunk 68719476736"),
+        ({"prefill_chunk": 1 << 36}, "--prefill-chunk 68719476736"),
         ({"seed": 1 << 80}, "--seed .* out of range"),
         ({"seed": -1}, "--seed -1"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16"),
@@ -486,10 +486,10 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"compression": "fdc", "calibration_tokens": 64}, "too few"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence_and_leaves_nothing(
+def test_impossible_builds_are_refused_in_a_sentence_and_leave_nothing(
     options: dict[str, Any],
     words: str,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     tmp_path: Path,
 ) -> None:
     """And the dry run refuses it, too."""
@@ -517,7 +517,7 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
         "hack:bits=8+fdc:rope_fold=planes": {},
     }
     for compression, options in asked.items():
-        request = BuildRequest(
+        request = BuildConfig(
             reference(family)[0], tmp_path / "engine", compression, **options
         )
         for verb in (build, preview):
@@ -576,11 +576,11 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
         ),
     ],
 )
-def test_what_no_model_can_have_is_refused_before_calibration(
+def test_requests_that_no_model_can_have_are_refused_before_calibration(
     compression: str,
     options: dict[str, Any],
     words: str,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planning, "statistics", lambda *_: pytest.fail("calibrated"))
@@ -591,7 +591,7 @@ def test_what_no_model_can_have_is_refused_before_calibration(
 
 def test_an_engine_without_tokenizer_json_takes_token_ids_and_says_what_gives_it_text(
     model: Path,
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -615,7 +615,7 @@ def test_an_engine_without_tokenizer_json_takes_token_ids_and_says_what_gives_it
 
 
 def test_a_library_that_is_missing_is_named_with_what_to_install(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
 ) -> None:
     from importlib import util
 
@@ -626,7 +626,7 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(
 
 
 def test_an_existing_folder_is_refused_or_replaced_whole(
-    engine: Path, request_for: Callable[..., BuildRequest]
+    engine: Path, request_for: Callable[..., BuildConfig]
 ) -> None:
     request = request_for()
     old = shutil.copytree(engine, request.output_dir)
@@ -645,7 +645,7 @@ def test_an_existing_folder_is_refused_or_replaced_whole(
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -657,7 +657,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 
 
 def test_a_disk_that_fills_up_leaves_nothing(
-    request_for: Callable[..., BuildRequest], tmp_path: Path
+    request_for: Callable[..., BuildConfig], tmp_path: Path
 ) -> None:
     """The system call fails while the weights are written: a file size limit stands in
     for the full disk."""
@@ -676,8 +676,8 @@ def test_a_disk_that_fills_up_leaves_nothing(
 BUILD = """
 import sys
 from pathlib import Path
-from kvlathe.engines.build import BuildRequest, build
-build(BuildRequest(Path(sys.argv[1]), Path(sys.argv[2]), use_cache=False))
+from kvlathe.engines.build import BuildConfig, build
+build(BuildConfig(Path(sys.argv[1]), Path(sys.argv[2]), use_cache=False))
 """
 
 
@@ -706,7 +706,7 @@ def test_a_build_that_is_interrupted_leaves_nothing(
 
 
 def test_nothing_is_left_of_a_failed_build_and_the_cache_stays_clean(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -725,7 +725,7 @@ def test_ratios_are_against_a_cache_without_padding(tmp_path: Path) -> None:
     than an ordinary cache."""
     make_model(tmp_path / "model", "Llama", sizes(64, 4, 2, head_dim=20))
     engine = build(
-        BuildRequest(tmp_path / "model", tmp_path / "engine", use_cache=False)
+        BuildConfig(tmp_path / "model", tmp_path / "engine", use_cache=False)
     )
     kv = manifests.read(engine).kv_bytes
     assert kv.per_token / kv.baseline == pytest.approx(32 / 20)
@@ -737,8 +737,8 @@ def test_paths_may_be_given_as_text(model: Path, tmp_path: Path) -> None:
         "model": str(model),
         "output_dir": str(tmp_path / "engine"),
     }
-    request = BuildRequest(**texts)
-    assert accept(request).key == accept(BuildRequest(model, tmp_path / "engine")).key
+    request = BuildConfig(**texts)
+    assert accept(request).key == accept(BuildConfig(model, tmp_path / "engine")).key
 
 
 @pytest.mark.parametrize(
@@ -751,7 +751,7 @@ def test_paths_may_be_given_as_text(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_an_option_that_nothing_looks_at_is_named(
-    request_for: Callable[..., BuildRequest],
+    request_for: Callable[..., BuildConfig],
     options: dict[str, Any],
     flag: str,
     caplog: pytest.LogCaptureFixture,

@@ -52,7 +52,7 @@ def test_a_difference_is_found_where_it_is() -> None:
     assert isinstance(seen["kl"], float) and seen["kl"] > 1
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_engines_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="no tokens"):
         compare(Oracle(), Oracle(), [])
     with pytest.raises(KvlatheError, match="two engines of one model"):

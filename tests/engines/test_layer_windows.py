@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.plan.lives import Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
@@ -43,7 +43,7 @@ def built(model: Path, folder: Path, compression: str, **options: Any) -> Path: 
         "tokens_per_block": PAGE,
         "prefill_chunk": 4 * PAGE,
     } | options
-    return build(BuildRequest(model, folder, compression, **sizes))
+    return build(BuildConfig(model, folder, compression, **sizes))
 
 
 def answers(model: torch.nn.Module) -> np.ndarray:

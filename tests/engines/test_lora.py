@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.engines import planning
-from kvlathe.engines.build import BuildRequest, calibrate_to
+from kvlathe.engines.build import BuildConfig, calibrate_to
 from kvlathe.engines.order import accept
 from kvlathe.plan import manifest as manifests
 from tests.support.adapters import change_tensors, write_adapter
@@ -36,9 +36,9 @@ def folders(tmp_path: Path) -> Folders:
     return tmp_path / "model", tmp_path / "adapter"
 
 
-def request(folder: Path, *lora: str | Path, **options: Any) -> BuildRequest:  # noqa: ANN401
+def request(folder: Path, *lora: str | Path, **options: Any) -> BuildConfig:  # noqa: ANN401
     engine = folder.parent / "engine"
-    return BuildRequest(folder, engine, lora=tuple(map(str, lora)), **options)
+    return BuildConfig(folder, engine, lora=tuple(map(str, lora)), **options)
 
 
 def test_another_adapter_is_another_engine(folders: Folders) -> None:
@@ -77,6 +77,6 @@ def test_statistics_are_of_the_adapters_too(folders: Folders, tmp_path: Path) ->
     calibrate_to(folder, stats, "random", lora=(str(adapter),))
     asked = request(folder, adapter, compression="fdc", stats=stats)
     adapted = planning.open_checkpoint(folder, lora=asked.lora)
-    assert planning.statistics(asked, adapted) is not None
+    assert planning.statistics(accept(asked), adapted) is not None
     with pytest.raises(KvlatheError, match="another model"):
-        planning.statistics(asked, planning.open_checkpoint(folder))
+        planning.statistics(accept(asked), planning.open_checkpoint(folder))

@@ -11,15 +11,16 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import planning
-from kvlathe.engines.planning import open_checkpoint, plan_for, resolved
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
+from kvlathe.engines.order import accept
+from kvlathe.engines.planning import open_checkpoint, plan_for
 from tests.support import checkpoints
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
-def request(model: Path, compression: str = "none") -> BuildRequest:
-    return BuildRequest(
+def request(model: Path, compression: str = "none") -> BuildConfig:
+    return BuildConfig(
         model,
         model / "engine",
         compression=compression,
@@ -37,7 +38,7 @@ def test_longrope_beyond_its_short_factors_is_said_and_kept_in_the_plan(
     monkeypatch.setattr(
         planning.log, "warning", lambda text, *args: warnings.append(text % args)
     )
-    plan = plan_for(resolved(request(folder)), open_checkpoint(folder, served)).plan
+    plan = plan_for(accept(request(folder)), open_checkpoint(folder, served)).plan
     assert len(warnings) == said
     assert ("differ from transformers" in plan.notes.get("rope", "")) == said
 
@@ -49,7 +50,7 @@ def test_options_beyond_the_model_are_refused_before_calibration(
     monkeypatch.setattr(planning, "calibrated", None)  # not called
     asked = request(folder, "uncomp:removed=2")
     with pytest.raises(KvlatheError, match="a layer has 2 KV heads"):
-        plan_for(resolved(asked), open_checkpoint(folder))
+        plan_for(accept(asked), open_checkpoint(folder))
 
 
 def test_a_tokenizer_that_no_engine_could_load_is_refused_at_once(

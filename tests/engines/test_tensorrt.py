@@ -20,7 +20,7 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tensorrt_library import PLUGIN as PLUGIN_FILE
 from kvlathe.base.tensorrt_library import VARIABLE, find_plugin
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda, onnxruntime, tensorrt
 from kvlathe.engines.targets.layers import PLUGIN, check_attention, required_nodes
 from kvlathe.engines.targets.tensorrt import profiles
@@ -127,7 +127,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fp16 ONNX engine of the shipped model. Read only."""
     folder = tmp_path_factory.mktemp("exported") / "engine"
     return build(
-        BuildRequest(MODEL, folder, dtype="float16", max_seq_len=512, use_cache=False)
+        BuildConfig(MODEL, folder, dtype="float16", max_seq_len=512, use_cache=False)
     )
 
 
@@ -164,7 +164,7 @@ def test_a_float16_engine_for_the_cpu_names_the_gpus_that_run_its_graph(
 @needs_rtx
 def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> None:
     folder = build(
-        BuildRequest(
+        BuildConfig(
             MODEL,
             tmp_path / "engine",
             backend="tensorrt_rtx",
@@ -224,7 +224,7 @@ def test_every_attention_becomes_one_plugin_layer(
     """Quantized pages too: the graph's unsigned bytes, which no plugin takes, reach it
     as signed ones."""
     monkeypatch.setenv(VARIABLE, str(plugin))
-    request = BuildRequest(
+    request = BuildConfig(
         MODEL,
         tmp_path / "engine",
         compression=compression,
@@ -327,7 +327,7 @@ def test_a_graph_whose_attention_is_not_used_is_refused(
 
 
 @needs_rtx
-def test_what_the_parser_refuses_is_said_in_its_words(
+def test_a_refusal_of_tensorrts_parser_is_told_in_its_words(
     exported: Path, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(exported, tmp_path / "broken")

@@ -15,7 +15,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {"cu_seqlens_q", "query_offsets", "lengths", "page_table_", "pool_"}
@@ -30,8 +30,10 @@ def source() -> Path:
     return Path(folder)
 
 
-def test_it_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    request = BuildRequest(
+def test_a_build_for_tensorrt_llm_is_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    request = BuildConfig(
         ROOT / "models/lathe-5m", tmp_path / "engine", backend="tensorrt_llm"
     )
     with pytest.raises(KvlatheError) as refused:
@@ -51,13 +53,15 @@ def inputs(module: Path) -> Iterator[str]:
                     yield ast.unparse(keyword.value).lstrip("f").strip("'\"")
 
 
-def test_its_networks_get_an_address_and_none_of_our_inputs(source: Path) -> None:
+def test_networks_of_tensorrt_llm_get_an_address_and_none_of_our_inputs(
+    source: Path,
+) -> None:
     found = set(inputs(source / "tensorrt_llm/models/generation_mixin.py"))
     assert {"host_kv_cache_pool_pointers", "kv_cache_block_offsets"} <= found
     assert not [name for name in found if name.startswith(tuple(NEEDED))]
 
 
-def test_its_attention_casts_the_address(source: Path) -> None:
+def test_attention_of_tensorrt_llm_casts_the_address(source: Path) -> None:
     plugins = source / "cpp/tensorrt_llm/plugins/gptAttentionPlugin"
     text = (plugins / "gptAttentionPlugin.cpp").read_text("utf-8")
     assert "HOST_KV_CACHE_POOL_POINTERS" in text

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build, preview
+from kvlathe.engines.build import BuildConfig, build, preview
 from kvlathe.engines.targets.vllm import check_plan
 from kvlathe.export.folding.host_heads import write_heads
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ def model(reference: Reference) -> Path:
 @pytest.fixture(scope="module")
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("engines") / "hosted"
-    request = BuildRequest(
+    request = BuildConfig(
         model,
         target,
         "hack:bits=8",
@@ -112,7 +112,7 @@ def test_rows_of_projections_are_in_the_order_of_the_checkpoint(
 
 
 def test_a_dry_run_counts_no_weights(model: Path, tmp_path: Path) -> None:
-    said = preview(BuildRequest(model, tmp_path / "x", backend="vllm"))
+    said = preview(BuildConfig(model, tmp_path / "x", backend="vllm"))
     assert said["weight_bytes"] == 0 and said["kv_bytes_removed"] == 0
 
 
@@ -132,7 +132,7 @@ def windowed(plan: CompressionPlan) -> CompressionPlan:
         ("none", {"tensor_parallel_size": 2}, "vllm runs on one device"),
     ],
 )
-def test_what_blocks_cannot_hold_is_refused(
+def test_plans_that_blocks_of_vllm_cannot_hold_are_refused(
     model: Path,
     tmp_path: Path,
     compression: str,
@@ -141,7 +141,7 @@ def test_what_blocks_cannot_hold_is_refused(
 ) -> None:
     target = tmp_path / "refused"
     with pytest.raises(KvlatheError, match=words):
-        build(BuildRequest(model, target, compression, backend="vllm", **options))
+        build(BuildConfig(model, target, compression, backend="vllm", **options))
     assert not target.exists()
 
 

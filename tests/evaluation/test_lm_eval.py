@@ -18,7 +18,7 @@ import transformers
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from tests.support.runtime_cases import MODEL
 
 os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
@@ -63,7 +63,7 @@ TASKS = {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lm_eval") / "engine"
     return build(
-        BuildRequest(
+        BuildConfig(
             MODEL, folder, "none", kv_bits=32, max_input_len=600, max_seq_len=700
         )
     )

@@ -117,7 +117,7 @@ def test_places_to_continue_are_cut_from_documents() -> None:
     )
 
 
-def test_measures_of_texts() -> None:
+def test_edit_similarity_and_rouge_are_their_formulas() -> None:
     same = ["\n  return x;\nmore", "\nbreak;"]
     assert (
         continuations.edit_similarity(same, ["\n\treturn x;\nless", "\n    break;\n"])
@@ -218,7 +218,9 @@ def test_bytes_are_those_of_the_pages_against_a_named_baseline(kind: str) -> Non
 def test_windows_of_plans_that_rank_a_prompt_are_scored_behind_it() -> None:
     plain = llm("onnx", "one")
     assert scored_rows(plain, 2048) == range(2047)
-    ranked: Any = SimpleNamespace(plan=SimpleNamespace(ranked=True))
+    ranked: Any = SimpleNamespace(
+        plan=SimpleNamespace(index=SimpleNamespace(ranked=True))
+    )
     assert scored_rows(ranked, 2048) == range(1535, 2047)
 
 
@@ -264,5 +266,5 @@ def test_flags_that_do_not_go_together(
 
 def test_limits_too_short_for_any_question_are_named() -> None:
     short = Limits(LIMITS.max_batch_size, 128, 128, 256)
-    with pytest.raises(KvlatheError, match="max_input_len"):
+    with pytest.raises(KvlatheError, match="max-input-len"):
         run_suite(llm("onnx", "one", limits=short), None, TEXT, EXAM)

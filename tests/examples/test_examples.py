@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlathe.export.methods.registry import METHODS
+from kvlathe.export.methods.registry import methods
 from tests.support.runtime_cases import MODEL, built_folder, llm
 from tests.support.serving_cases import MODEL_NAME, serving
 
@@ -37,12 +37,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_folder(tmp_path_factory.mktemp("engine"))
 
 
-def test_generate(engine: Path) -> None:
+def test_the_example_of_generate_prints_speeds_and_a_stream(engine: Path) -> None:
     said = output("generate.py", engine)
     assert said.count("tokens/s") == 3 and "-- a stream" in said
 
 
-def test_openai_client() -> None:
+def test_the_example_of_an_openai_client_gets_an_answer() -> None:
     with serving(llm("torch", "one")) as served:
         said = output("openai_client.py", served.url)
     assert said.startswith(f"model: {MODEL_NAME}\n") and len(said.splitlines()) > 2
@@ -64,18 +64,22 @@ def built_here(
         runpy.run_path(sys.argv[0], run_name="__main__")
         return capsys.readouterr().out
 
-    methods = dict(METHODS)
+    before = dict(methods())
     yield ran
-    METHODS.clear()
-    METHODS.update(methods)
+    methods().clear()
+    methods().update(before)
 
 
-def test_compressed_stream(built_here: Callable[[str], str]) -> None:
+def test_the_example_of_a_compressed_stream_says_what_is_removed(
+    built_here: Callable[[str], str],
+) -> None:
     said = built_here("compressed_stream.py")
     assert "of the cache's bytes removed" in said and said.count("\n") == 3
 
 
-def test_own_method(built_here: Callable[[str], str]) -> None:
+def test_the_example_of_an_own_method_removes_about_half(
+    built_here: Callable[[str], str],
+) -> None:
     said = built_here("own_method.py")
     removed = int(said.split("%")[0])
     assert 40 < removed < 80 and said.count("\n") == 2

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.cli.main import run
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
-from kvlathe.engines.request import BuildRequest
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options as Asked
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.frontier import measure
 from kvlathe.frontier.measure import UNCOMPRESSED, Options
 from kvlathe.frontier.points import Bound, Candidate, Point, candidate, choose
@@ -63,7 +64,7 @@ def test_the_plan_to_take_is_the_smallest_that_is_allowed(
 def test_bytes_are_those_of_whole_pages() -> None:
     """Plain attention in 16 bit: what is too much is the empty rest of the last page."""
     form = CacheSettings(16, 64)
-    plan, _ = compose("none", model_shape(), True, None, Asked(), form)
+    plan, _ = compose(parse("none"), model_shape(), True, None, RankOptions(), form)
     shares = [640 / tokens for tokens in range(576, 640)]
     shares[0] = 1.0  # its pages are full
     expected = sum(shares) / len(shares)
@@ -90,8 +91,8 @@ def test_the_command_builds_the_engine_that_was_measured(
     typed = build_command.make_context("build", words[2:]).params
     for unheard in ("no_cache", "dry_run", "as_json", "log_level", "revision"):
         typed.pop(unheard)
-    measured = of_all.request(chosen, tmp_path / "elsewhere")
-    assert accept(BuildRequest(**typed)).key == accept(measured).key
+    measured = of_all.config(chosen, tmp_path / "elsewhere")
+    assert accept(BuildConfig(**typed)).key == accept(measured).key
 
 
 @pytest.mark.slow
@@ -157,7 +158,7 @@ def test_a_run_that_was_stopped_goes_on(
         (("--retrieval", "nowhere.jsonl"), "cannot be read"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_built(
+def test_a_frontier_that_cannot_be_measured_builds_nothing(
     options: tuple[str, ...],
     words: str,
     tmp_path: Path,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvlathe.runtime.native.cuda import BUNDLES, LEAST_CHUNK, CudaLibrary
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import (
     Attention,
     Spread,
@@ -61,7 +62,7 @@ class Chunks(ABC):
 
     def attention(self: Any, library: CudaLibrary) -> Attention:
         pool = self.pool.view(torch.uint8)
-        return Attention(
+        return Attention.of_plan(
             library,
             self.layout.plan,
             [self.scale] * len(self.ranks),
@@ -76,12 +77,17 @@ class Chunks(ABC):
             starts,
             self.tokens_before(),
             self.tables_of_sequences(),
-            False,
-            self._single_rows() if self.knows_rows and not single else self.starts[-1],
+            StepKind(
+                False,
+                self._single_rows()
+                if self.knows_rows and not single
+                else self.starts[-1],
+                chunks=True,
+            ),
         )
         if single:
             attention._list_size = lambda step, tokens: 0
-        return attention.spread(step, self.starts[-1])
+        return attention.prepare(step, self.starts[-1]).spread
 
     def _single_rows(self) -> int:
         """Those up to the last sequence that is no chunk."""
@@ -108,7 +114,7 @@ class Chunks(ABC):
             part.lengths_stride = spread.row_lengths.shape[1]
         prompts = None
         if spread.prompts is not None:
-            prompts = spread.prompts_of(attention.forms[layer], attention.copies)
+            prompts = spread.prompts_of(attention.layers[layer].form, attention.copies)
             args.prompts = addressof(prompts)
         return args, (prompts, spread)
 

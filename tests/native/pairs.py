@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 
@@ -28,7 +28,7 @@ def engine_pair(
         engines: list[LLM] = []
         try:
             for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32")):
-                asked = BuildRequest(
+                asked = BuildConfig(
                     MODEL,
                     folder / backend,
                     backend=backend,

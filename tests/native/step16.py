@@ -14,7 +14,9 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from tests.native_cpu.library import Array, reserve
 from tests.support.attend_cases import Case
 
@@ -36,6 +38,9 @@ def step_of(
     case = Case(plan, 0, queries, lengths, seed)
     case.scale = 0.05  # sharper scores would show the rounding of q', not a fault
     return case
+
+
+attention_of = Attention.of_plan
 
 
 class Step16:
@@ -90,7 +95,7 @@ class Step16:
         sinks: list[torch.Tensor] = []
         if "sinks" in self.state:
             sinks = [self.state["sinks"].to(device)] * layers
-        attention = Attention(
+        attention = attention_of(
             library, self.plan, scales, pool, len(self.q), None, sinks
         )
         size = copies_bytes(self.plan, copied) if copied else 0
@@ -104,23 +109,25 @@ class Step16:
             self.cu_seqlens_q.to(device),
             self.lengths.to(device),
             tables,
-            single,
-            rows,
             # Without a chunk a step may look for some all the same.
-            chunks=bool((counts >= LEAST_CHUNK).any()) or self.case.total % 2 == 0,
+            StepKind(
+                single,
+                rows,
+                chunks=bool((counts >= LEAST_CHUNK).any()) or self.case.total % 2 == 0,
+            ),
         )
         try:
-            spread = attention.spread(inputs, len(self.q))
+            calls = attention.prepare(inputs, len(self.q))
         except KvlatheError as refusal:  # a decode step's plan
             self._must_be_of_parts_not_attended(refusal)
-            attention.plan_calls = lambda spread: None
-            spread = attention.spread(inputs, len(self.q))
+            attention.plan_calls = lambda calls: None
+            calls = attention.prepare(inputs, len(self.q))
         q, k, v, cos, sin = (
             x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin)
         )
         weights = {name: x.to(device) for name, x in self.state.items()}
         try:
-            out = attention.run(spread, self.case.layer, q, k, v, (cos, sin), weights)
+            out = attention.run(calls, self.case.layer, q, k, v, (cos, sin), weights)
         except KvlatheError as refusal:
             self._must_be_of_parts_not_attended(refusal)
             return np.zeros(

@@ -82,7 +82,7 @@ def gpu() -> str:
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [MIXED, NARROW])
-def test_ragged_batches(
+def test_attention_on_codes_of_ragged_batches_is_near_float64(
     library: Library,
     gpu: str,
     bits: Literal[8, 4, 2],
@@ -96,7 +96,7 @@ def test_ragged_batches(
 @pytest.mark.parametrize(
     ("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64)]
 )
-def test_groups_and_pages(
+def test_attention_on_codes_takes_every_group_and_page_size(
     library: Library, gpu: str, bits: Literal[8, 4, 2], group: int, page: int
 ) -> None:
     tier = Tier(
@@ -115,7 +115,7 @@ def test_groups_and_pages(
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_group_sizes(
+def test_attention_on_codes_takes_one_to_eight_query_heads(
     library: Library, gpu: str, group: int, bits: Literal[8, 4, 2]
 ) -> None:
     check(
@@ -136,7 +136,7 @@ def test_group_sizes(
 @pytest.mark.parametrize(
     "sealed", [[640, 0, 64, 1024, 0], [40_000, 64, 0, 70_016], [4992] * 40, [64] * 700]
 )
-def test_warps_alone(
+def test_warps_that_attend_alone_on_codes_are_near_float64(
     library: Library,
     gpu: str,
     bits: Literal[8, 4, 2],
@@ -156,7 +156,9 @@ def test_warps_alone(
     )
 
 
-def test_partly_filled_pages(library: Library, gpu: str) -> None:
+def test_attention_on_codes_reads_partly_filled_pages(
+    library: Library, gpu: str
+) -> None:
     check(library, problem_of(2, sealed=[[70], [1], [63], [129]], tails=[0, 0, 3, 64]))
 
 
@@ -183,7 +185,9 @@ def test_many_blocks_share_the_work(
     )
 
 
-def test_refusals(library: Library, gpu: str) -> None:
+def test_attention_on_codes_refuses_unknown_pages_and_groups(
+    library: Library, gpu: str
+) -> None:
     if not library.has_cuda:
         pytest.skip("a library without CUDA kernels")
     for page in (48, 512):

@@ -80,7 +80,9 @@ def test_ragged_batches_and_mixed_ranks(
 
 
 @pytest.mark.parametrize("group", range(1, 9))
-def test_group_sizes(library: Library, device: str, group: int) -> None:
+def test_decode_attention_takes_one_to_eight_query_heads(
+    library: Library, device: str, group: int
+) -> None:
     check(
         library,
         Problem(
@@ -90,14 +92,18 @@ def test_group_sizes(library: Library, device: str, group: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(16, 129, 16))
-def test_every_rank(library: Library, device: str, rank: int) -> None:
+def test_decode_attention_takes_every_rank(
+    library: Library, device: str, rank: int
+) -> None:
     check(
         library, Problem([[(rank, 144 - rank), (rank, rank)]], [150, 33], device=device)
     )
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 48, 128])
-def test_page_sizes(library: Library, device: str, page_tokens: int) -> None:
+def test_decode_attention_takes_every_page_size(
+    library: Library, device: str, page_tokens: int
+) -> None:
     check(
         library,
         Problem(
@@ -109,7 +115,9 @@ def test_page_sizes(library: Library, device: str, page_tokens: int) -> None:
     )
 
 
-def test_layers_lie_at_their_offsets(library: Library, device: str) -> None:
+def test_decode_attention_reads_each_layer_at_its_offset(
+    library: Library, device: str
+) -> None:
     check(
         library,
         Problem(
@@ -170,7 +178,7 @@ def split_parts(
 
 @pytest.mark.parametrize("pages", [[1, 0], [2, 1, 0], [40, 3, 0]])
 @pytest.mark.parametrize("lengths", [[300, 0, 64, 65, 1, 200], [40_000, 130]])
-def test_one_softmax_spans_the_parts(
+def test_decode_attention_of_several_parts_is_one_softmax(
     library: Library, device: str, pages: list[int], lengths: list[int]
 ) -> None:
     """A lane's tokens in two or three buckets: the same answer as in one."""
@@ -205,7 +213,9 @@ def test_parts_may_hold_different_lanes(library: Library, device: str) -> None:
     del keep
 
 
-def test_float32_reference_is_exact(library: Library) -> None:
+def test_the_reference_of_decode_attention_is_exact_in_float32(
+    library: Library,
+) -> None:
     problem = Problem(MIXED, [90, 0, 1], dtype=torch.float32)
     run(library, problem)
     assert problem.errors(0)[0] < 1e-6
@@ -237,7 +247,9 @@ def refused(
     assert problem.o[0].isnan().all(), "a refusal must write nothing"
 
 
-def test_refusals_name_their_reason(library: Library) -> None:
+def test_decode_attention_refuses_wrong_arguments_with_their_code(
+    library: Library,
+) -> None:
     problem = Problem([[(48, 32), (64, 16)]], [100, 40])
     refused(library, problem, BAD_VERSION, abi_version=99)
     refused(library, problem, BAD_ARGUMENT, page_tokens=24)

@@ -99,7 +99,7 @@ def test_longest_first_is_the_papers_rule() -> None:
     assert longest_first([9, 8, 7, 6, 5, 4, 3], 3) == [[0, 5, 6], [1, 4], [2, 3]]
 
 
-def test_what_is_compared_follows_the_arguments() -> None:
+def test_decode_baselines_compares_what_its_arguments_name() -> None:
     a = arguments(
         [
             "--library",
@@ -147,7 +147,7 @@ def device() -> str:
 @pytest.mark.parametrize("ranks", [MIXED, NARROW])
 @pytest.mark.parametrize("rule", ["longest-first", "balanced"])
 @pytest.mark.parametrize("form", ["rows", "rebuilt"])
-def test_16_bit_kernels(
+def test_triton_kernels_on_16_bit_pages_are_near_float64(
     device: str, form: str, rule: str, ranks: list[list[tuple[int, int]]]
 ) -> None:
     from benchmarks.support.triton_calls import TritonCall, Tuning
@@ -174,7 +174,7 @@ def test_16_bit_kernels(
         ("integer", "recomputed"),
     ],
 )
-def test_kernels_on_codes(
+def test_triton_kernels_on_codes_are_near_float64(
     device: str, form: str, sums: str, bits: Bits, ranks: list[list[tuple[int, int]]]
 ) -> None:
     from benchmarks.support.triton_calls import TritonCall, Tuning, store_sums
@@ -225,7 +225,7 @@ def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: Bits) -> None
 @pytest.mark.parametrize(
     "form", ["half", "products", "uncorrected", "symmetric", "asymmetric"]
 )
-def test_prompts_in_integers(device: str, form: str) -> None:
+def test_triton_prefill_on_codes_is_near_float64(device: str, form: str) -> None:
     """Every shape of a head; both kinds of tile."""
     from benchmarks.support.triton_prompt import PromptCall
 

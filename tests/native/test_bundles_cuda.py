@@ -69,19 +69,25 @@ def check(cuda: CudaLibrary, case: Case) -> None:
 
 @SLOW
 @given(case=mixed_steps([64, 128], 5, [1, 2, 3, 5, 8, 11, 20]))
-def test_bundles_over_every_form(cuda: CudaLibrary, case: Case) -> None:
+def test_bundled_rows_over_every_form_of_codes_are_near_float64(
+    cuda: CudaLibrary, case: Case
+) -> None:
     check(cuda, case)
 
 
 @SLOW
 @given(case=code_steps())
-def test_bundles_over_codes(cuda: CudaLibrary, case: Case) -> None:
+def test_bundled_rows_over_plain_codes_are_near_float64(
+    cuda: CudaLibrary, case: Case
+) -> None:
     check(cuda, case)
 
 
 @pytest.mark.parametrize("tiers", FORMS, ids=str)
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
-def test_long_contexts(cuda: CudaLibrary, tiers: tuple[Tier, ...], group: int) -> None:
+def test_bundled_rows_after_long_contexts_are_near_float64(
+    cuda: CudaLibrary, tiers: tuple[Tier, ...], group: int
+) -> None:
     """Blocks share a bundle and its tiles; single rows and chunks beside them."""
     plan = codes_plan(tiers, 3, group, 64)
     sealed = [64 * 300, 0, 64 * 700, 64, 64 * 40]

@@ -51,7 +51,9 @@ def test_a_step_is_plain_attention(cuda: CudaLibrary, case: Case) -> None:
 
 
 @pytest.mark.parametrize("queries", [[1] * 40, [200, 1, 37]])
-def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
+def test_append_writes_steps_of_several_blocks_of_rows(
+    cuda: CudaLibrary, queries: list[int]
+) -> None:
     """Several blocks of rows, wide projections, one lane with chosen planes, one
     without a projection of its own."""
     lanes = [
@@ -85,7 +87,9 @@ def test_seal_writes_the_codes_of_the_codec(
 
 
 @pytest.mark.parametrize("tier", TIERS, ids=str)
-def test_a_captured_seal_reads_its_list_again(cuda: CudaLibrary, tier: Tier) -> None:
+def test_a_seal_in_a_cuda_graph_reads_its_list_again(
+    cuda: CudaLibrary, tier: Tier
+) -> None:
     """Which was empty when it was captured."""
     layout = sealing(tier, 64)
     memory, jobs, sealed = pool_and_sealed(layout, 64)
@@ -112,7 +116,7 @@ def test_a_captured_seal_reads_its_list_again(cuda: CudaLibrary, tier: Tier) -> 
     np.testing.assert_array_equal(pool.cpu().numpy(), sealed)
 
 
-def test_what_cannot_be_is_refused_in_words(cuda: CudaLibrary) -> None:
+def test_seals_outside_the_pool_or_not_aligned_are_refused(cuda: CudaLibrary) -> None:
     layout = sealing(Tier(8, 8), 64)
     pool = torch.zeros(4 * layout.page_stride[0], dtype=torch.uint8, device="cuda")
     kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())

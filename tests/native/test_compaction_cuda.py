@@ -14,7 +14,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.requests import compaction
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import CompactingSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
 from tests.native.pairs import engine_pair
@@ -72,12 +72,16 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
 
 
 @pytest.mark.parametrize("kind", laws.KINDS)
-def test_nothing_changes_where_all_pairs_stay(cuda: CudaLibrary, kind: str) -> None:
+def test_compacting_nothing_changes_no_answer_on_a_gpu(
+    cuda: CudaLibrary, kind: str
+) -> None:
     laws.nothing_changes_where_all_pairs_stay(compacting(cuda, kind))
 
 
 @pytest.mark.parametrize("kind", laws.KINDS)
-def test_requests_share_the_pages(cuda: CudaLibrary, kind: str) -> None:
+def test_requests_share_the_pages_of_a_compacted_prefix_on_a_gpu(
+    cuda: CudaLibrary, kind: str
+) -> None:
     laws.requests_share_the_pages(compacting(cuda, kind))
 
 

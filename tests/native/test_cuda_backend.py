@@ -197,7 +197,7 @@ def test_prompts_are_attended_in_tiles(pair: tuple[LLM, LLM]) -> None:
     llm = pair[0]
     compute = device_session(llm).compute
     assert isinstance(compute, TorchCompute)
-    if not compute.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
+    if not compute.attention.tiled:
         pytest.skip("this GPU attends chunks as rows")
     tokens = llm.encode(PROMPTS[2])[:100]
     llm.logits(tokens, [99])

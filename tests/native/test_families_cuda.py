@@ -13,7 +13,7 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.kernel_limits import kernel_limits
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ def test_logits_are_those_of_transformers(
     native.find.cache_clear()
     kind, settings = MODELS[name]
     model = make_model(tmp_path / "model", kind, settings)
-    asked = BuildRequest(
+    asked = BuildConfig(
         tmp_path / "model",
         tmp_path / "engine",
         backend="cuda",

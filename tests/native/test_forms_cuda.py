@@ -135,7 +135,9 @@ def same_on_the_cpu(library: Library, case: Case) -> None:
 
 @pytest.mark.parametrize("tier", TIERS, ids=str)
 @pytest.mark.parametrize("page", [64, 256])
-def test_long_contexts(cuda: CudaLibrary, tier: Tier, page: int) -> None:
+def test_attention_over_every_form_of_codes_takes_long_contexts(
+    cuda: CudaLibrary, tier: Tier, page: int
+) -> None:
     """Blocks share a sequence, tiles have one page or two, chunks take many stages."""
     plan = sealed_plan((tier,), page, 512 // page)  # what shared memory holds
     lengths = [[70, 20 * page], [1, 0], [page, 80 * page], [0, page]]

@@ -21,7 +21,7 @@ from kvlathe.dynamo.decoding import Decoding
 from kvlathe.dynamo.following import Following
 from kvlathe.dynamo.handoff import Handoff
 from kvlathe.dynamo.link import Link
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
@@ -68,7 +68,7 @@ class Pair:
 def engine_of(folder: Path, **asked: Any) -> Path:  # noqa: ANN401
     fixed: dict[str, Any] = {"backend": "cuda", "dtype": "float16", "device": "cpu"}
     fixed |= {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
-    return build(BuildRequest(MODEL, folder, use_cache=False, **fixed | asked))
+    return build(BuildConfig(MODEL, folder, use_cache=False, **fixed | asked))
 
 
 @pytest.fixture(scope="module", params=PLANS)

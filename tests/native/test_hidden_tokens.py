@@ -98,7 +98,7 @@ def test_hidden_tokens_have_no_share(
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("flags", [0, OVERLAP])
-def test_hidden_codes_and_tail(
+def test_tokens_hidden_in_codes_and_tail_are_not_attended(
     library: Library, device: str, bits: Literal[8, 4, 2], flags: int
 ) -> None:
     """What is hidden begins in sealed pages and ends in the tail; blocks share a

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from kvlathe.plan.lives import SEAL, Life, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls
 from tests.native.library import Library
 from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call
@@ -113,6 +114,6 @@ def test_a_step_of_few_rows_is_planned_as_it_is_attended(cuda: CudaLibrary) -> N
     np.testing.assert_array_equal(planned, alone)
 
 
-def without_plans(attention: Attention, spread: Spread) -> None:
-    for call in spread.calls:
+def without_plans(attention: Attention, calls: LayerCalls) -> None:
+    for call in calls.calls:
         call.plan = None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu import cuda_python
@@ -73,9 +73,7 @@ def pair(
         make_model(model, "Qwen2", GROUPED, seed=4)
     asked = {**LIMITS, **PLANS[request.param]}
     engine = build(
-        BuildRequest(
-            model, folder / "engine", dtype="float16", use_cache=False, **asked
-        )
+        BuildConfig(model, folder / "engine", dtype="float16", use_cache=False, **asked)
     )
     yield LLM.load(engine), LLM.load(engine, device="cpu")
     patch.undo()

@@ -124,7 +124,7 @@ def test_planned_calls_give_the_same_bits(
                 assert mine.equal(planned)
 
 
-def test_a_plan_is_used(gpu: Library) -> None:
+def test_attention_reads_the_plan_that_was_made_before(gpu: Library) -> None:
     """Calls read the page ids that the plan holds: with those of other pages in it, the
     answers are others."""
     calls = Calls(gpu, sixteen([9_000, 1, 7_000]))
@@ -150,7 +150,7 @@ def test_a_plan_of_another_step_is_not_used(gpu: Library, other: list[int]) -> N
         assert mine.equal(planned)
 
 
-def test_refusals(gpu: Library) -> None:
+def test_plans_without_memory_or_of_other_calls_are_refused(gpu: Library) -> None:
     calls = Calls(gpu, sixteen([300, 64]))
 
     def refused(code: int, args: AttendDecodeArgs, words: str) -> None:

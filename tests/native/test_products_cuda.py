@@ -53,7 +53,9 @@ SHAPES = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(shape=SHAPES, tokens=st.integers(1, 16), seed=st.integers(0, 1 << 20))
-def test_few_rows(rows: NativeRows, shape: Shape, tokens: int, seed: int) -> None:
+def test_products_of_few_rows_are_those_of_the_numbers_on_a_gpu(
+    rows: NativeRows, shape: Shape, tokens: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     products_are_those_of_the_numbers(rows, shape, tokens, "cuda")
 

@@ -17,7 +17,8 @@ from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.gpu.side_memory import COPY_HEADER, copies_bytes
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import Spread
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
@@ -80,7 +81,7 @@ def copied_sequences(
     problem: ChunkProblem | CodesChunkProblem, attention: Attention, layer: int
 ) -> set[tuple[int, int]]:
     """(bucket, sequence) of the copies that the last call made, as its room says."""
-    buckets = attention.forms[layer].buckets
+    buckets = attention.layers[layer].form.buckets
     batch = len(problem.chunks)
     tables = attention.copies.view(torch.int32)[32 : 32 + len(buckets) * batch]
     bases = tables.view(len(buckets), batch).tolist()
@@ -142,7 +143,9 @@ def test_chunks_and_decode_rows_in_one_step(
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
-def test_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
+def test_prompt_attention_takes_one_to_eight_query_heads(
+    library: Library, cuda: CudaLibrary, group: int
+) -> None:
     ranks = [[(48, 64), (16, 16), (96, 112)]]
     check(
         library,
@@ -152,7 +155,9 @@ def test_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(16, 129, 16))
-def test_every_rank(library: Library, cuda: CudaLibrary, rank: int) -> None:
+def test_prompt_attention_takes_every_rank(
+    library: Library, cuda: CudaLibrary, rank: int
+) -> None:
     check(
         library,
         cuda,
@@ -166,7 +171,9 @@ def test_every_rank(library: Library, cuda: CudaLibrary, rank: int) -> None:
 
 
 @pytest.mark.parametrize("page_tokens", [16, 48, 128])
-def test_page_sizes(library: Library, cuda: CudaLibrary, page_tokens: int) -> None:
+def test_prompt_attention_takes_every_page_size(
+    library: Library, cuda: CudaLibrary, page_tokens: int
+) -> None:
     lengths = [page_tokens * 5 + 5, 200]
     problem = ChunkProblem(
         [[(48, 32), (64, 16)]], lengths, page_tokens=page_tokens, chunks=[70, 200]
@@ -174,7 +181,9 @@ def test_page_sizes(library: Library, cuda: CudaLibrary, page_tokens: int) -> No
     check(library, cuda, problem)
 
 
-def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
+def test_layers_of_a_prompt_share_one_list_of_tiles(
+    library: Library, cuda: CudaLibrary
+) -> None:
     """Each launch leaves the list as it was; more tiles than the GPU takes at once."""
     ranks = [MIXED, [(64, 64)] * 8, MIXED[::-1]]
     check(
@@ -187,7 +196,9 @@ def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
     )
 
 
-def test_stages_of_all_sizes(library: Library, cuda: CudaLibrary) -> None:
+def test_prompt_attention_takes_lanes_whose_stages_fill_shared_memory(
+    library: Library, cuda: CudaLibrary
+) -> None:
     """Lanes whose stages fill shared memory to two, one held while the next is waited
     for, after lanes of any size."""
     ranks = [
@@ -285,7 +296,7 @@ def check_codes(
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_chunks_after_sealed_pages(
+def test_prompt_chunks_after_sealed_pages_are_near_float64(
     library: Library, cuda: CudaLibrary, bits: Bits, dtype: torch.dtype
 ) -> None:
     """Ragged: chunks and single rows, with and without sealed tokens and a tail
@@ -302,7 +313,7 @@ def test_chunks_after_sealed_pages(
     ("group", "page"),
     [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64), (256, 256), (32, 256)],
 )
-def test_sealed_groups_and_pages(
+def test_prompt_chunks_read_every_group_and_size_of_sealed_pages(
     library: Library, cuda: CudaLibrary, bits: Bits, group: int, page: int
 ) -> None:
     tier = Tier(bits, bits, group_k=group, group_v=64 if group in (16, 48) else group)
@@ -324,7 +335,9 @@ def test_sealed_groups_and_pages(
 
 
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
-def test_sealed_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
+def test_prompt_chunks_on_sealed_pages_take_one_to_eight_query_heads(
+    library: Library, cuda: CudaLibrary, group: int
+) -> None:
     problem = CodesChunkProblem(
         [MIXED], [[320], [64]], [237, 190], [Tier(4, 4)], group, chunks=[210, 150]
     )
@@ -349,7 +362,7 @@ def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) ->
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("known", [True, False])
-def test_rows_before_chunks(
+def test_decode_rows_stand_before_prompt_chunks_in_a_step(
     library: Library, cuda: CudaLibrary, bits: Bits, known: bool
 ) -> None:
     """Decodes, a few new tokens, then chunks, as a scheduler packs them; whether or not
@@ -404,7 +417,9 @@ def test_copies_of_those_that_find_room(library: Library, cuda: CudaLibrary) -> 
         del keep
 
 
-def test_sequences_share_copies(library: Library, cuda: CudaLibrary) -> None:
+def test_sequences_that_begin_alike_share_copies_of_sealed_pages(
+    library: Library, cuda: CudaLibrary
+) -> None:
     """The first two begin with the same pages. Whose copies are read changes no bit."""
     if not has_tiles(cuda):
         pytest.skip("this GPU attends chunks as rows")
@@ -422,7 +437,8 @@ def test_sequences_share_copies(library: Library, cuda: CudaLibrary) -> None:
         size = copies_bytes(problem.layout.plan, 4096)
         attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
         copies_of = torch.tensor(whose, dtype=torch.int32, device="cuda")
-        spread.step = dataclasses.replace(spread.step, copies_of=copies_of)
+        own = dataclasses.replace(spread.step, copies_of=copies_of)
+        spread = dataclasses.replace(spread, step=own)
         problem.o[0].fill_(float("nan"))
         args, keep = problem.step_args(attention, spread)
         library.attend_decode(args, "cuda")
@@ -434,7 +450,9 @@ def test_sequences_share_copies(library: Library, cuda: CudaLibrary) -> None:
         del keep
 
 
-def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:
+def test_prompt_chunks_go_through_the_kernel_of_prompts(
+    library: Library, cuda: CudaLibrary
+) -> None:
     """A step of nothing but chunks launches no other attention; one with a decode row
     launches both."""
     if not cuda.lib.kvlathe_cuda_has_prompt_kernel():

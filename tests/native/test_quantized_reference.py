@@ -59,7 +59,9 @@ def values_of(
 @pytest.mark.parametrize(
     "axes", [("rank", "token"), ("token", "rank"), ("rank", "rank")]
 )
-def test_quantized_pages(library: Library, bits: Bits, axes: tuple[Axis, Axis]) -> None:
+def test_the_reference_reads_quantized_pages_as_numpy_does(
+    library: Library, bits: Bits, axes: tuple[Axis, Axis]
+) -> None:
     tier = Tier(bits, bits, axes[0], axes[1], 64 if axes[0] == "rank" else 32, 32)
     layout, random = layout_of(tier), np.random.default_rng(bits)
     row, stride, lengths, pages = (

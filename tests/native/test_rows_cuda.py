@@ -27,7 +27,9 @@ def native(library: Library) -> NativeRows:
     ("rows", "columns"),
     [(0, 64), (1, 8), (16, 4096), (3, 200), (700, 16384), (2, 8200)],
 )
-def test_norm(native: NativeRows, dtype: torch.dtype, rows: int, columns: int) -> None:
+def test_the_rms_norm_kernel_rounds_once(
+    native: NativeRows, dtype: torch.dtype, rows: int, columns: int
+) -> None:
     x = (
         torch.randn(rows, columns + 8, device="cuda").mul(3).to(dtype)[:, :columns]
     )  # rows apart
@@ -44,7 +46,7 @@ def test_norm(native: NativeRows, dtype: torch.dtype, rows: int, columns: int) -
 @pytest.mark.parametrize(
     ("rows", "columns"), [(0, 64), (1, 8), (16, 14336), (300, 2056)]
 )
-def test_gated_silu(
+def test_the_gated_silu_kernel_rounds_once(
     native: NativeRows, dtype: torch.dtype, rows: int, columns: int
 ) -> None:
     both = torch.randn(rows, 2 * columns, device="cuda").mul(4).to(dtype)
@@ -72,7 +74,7 @@ def test_rows_in_fp8_are_those_of_torch(
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_what_the_kernels_do_not_take_goes_to_torch(native: NativeRows) -> None:
+def test_norms_and_activations_without_a_kernel_go_to_torch(native: NativeRows) -> None:
     plain = FusedRows()
     x, weight = (
         torch.randn(5, 12, device="cuda").half(),

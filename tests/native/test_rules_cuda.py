@@ -108,7 +108,7 @@ def test_the_session_keeps_the_tokens_of_the_cpu(cuda: CudaLibrary, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranking_waits_for_nothing(
+def test_ranking_tokens_on_a_gpu_never_waits_for_the_gpu(
     cuda: CudaLibrary, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch raises where the host would wait for the GPU."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvlathe.base.errors import DeviceLost
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.torch_cuda.shards.parallel import LeaderSession
@@ -52,7 +52,7 @@ def used(num_shards: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> 
 def engine_of(model: Path, folder: Path, **asked: Any) -> Path:  # noqa: ANN401
     fixed: dict[str, Any] = {"backend": "cuda", "dtype": "float16", "device": "cpu"}
     fixed |= {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
-    return build(BuildRequest(model, folder, use_cache=False, **fixed | asked))
+    return build(BuildConfig(model, folder, use_cache=False, **fixed | asked))
 
 
 def load(engine: Path, num_shards: int, share_prefixes: bool = False) -> LLM:

@@ -77,19 +77,25 @@ def test_any_such_plan_is_taken_up_to_enqueue(host: Host, case: Case) -> None:
 
 @some(25)
 @given(case=windows.windowed_steps())
-def test_windows(host: Host, cuda: CudaLibrary, case: Case) -> None:
+def test_the_tensorrt_plugin_attends_windows_as_the_cuda_backend(
+    host: Host, cuda: CudaLibrary, case: Case
+) -> None:
     check(host, cuda, case, PRODUCTS)
 
 
 @some(25)
 @given(case=forms.sealed_steps())
-def test_forms(host: Host, cuda: CudaLibrary, case: Case) -> None:
+def test_the_tensorrt_plugin_attends_every_form_of_codes_as_the_cuda_backend(
+    host: Host, cuda: CudaLibrary, case: Case
+) -> None:
     check(host, cuda, case)
 
 
 @some(20)
 @given(case=MANY_STEPS)
-def test_many_buckets(host: Host, cuda: CudaLibrary, case: Case) -> None:
+def test_the_tensorrt_plugin_attends_many_buckets_as_the_cuda_backend(
+    host: Host, cuda: CudaLibrary, case: Case
+) -> None:
     """Formats and windows mixed, some of them to the token, behind one fresh bucket."""
     check(host, cuda, case)
 

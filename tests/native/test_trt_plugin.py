@@ -49,7 +49,9 @@ def two_lanes(
 
 
 @pytest.mark.parametrize("tier", [None, Tier(8, 8), Tier(4, 2)], ids=str)
-def test_everything_up_to_enqueue(host: Host, tier: Tier | None) -> None:
+def test_the_tensorrt_plugin_describes_its_outputs_and_workspace(
+    host: Host, tier: Tier | None
+) -> None:
     case = two_lanes(tier)
     call = Call(case, host)
     job = call.prepared()
@@ -83,7 +85,7 @@ def refused(call: Call, words: str, change: Callable[[Job], None]) -> None:
     assert words in job.said.decode()
 
 
-def test_what_contradicts_the_layout_is_refused_in_words(host: Host) -> None:
+def test_inputs_that_contradict_the_layout_are_refused_in_words(host: Host) -> None:
     call = Call(two_lanes(), host)
     old = call.table.copy()
     old[0] = 99

@@ -85,7 +85,7 @@ class Played:
         for i in range(LAYERS):
             if i == len(self.layers):
                 self.layers.append(self._made(i))
-            found.append(self.layers[i].run(q, k, v, self.call, None, 0.0))
+            found.append(self.layers[i].run(q, k, v, self.call))
         return torch.stack(found)
 
     def _made(self, layer: int) -> CudaLayer:

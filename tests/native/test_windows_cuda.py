@@ -89,7 +89,9 @@ def check(cuda: CudaLibrary, case: Case) -> None:
 
 @SLOW
 @given(case=windowed_steps())
-def test_a_step_sees_its_windows(cuda: CudaLibrary, case: Case) -> None:
+def test_a_step_sees_the_tokens_of_its_windows_on_a_gpu(
+    cuda: CudaLibrary, case: Case
+) -> None:
     check(cuda, case)
 
 
@@ -102,7 +104,9 @@ def test_the_cpu_kernels_see_the_same(library: Library, case: Case) -> None:
 
 @pytest.mark.parametrize("tier", [None, *CODES], ids=str)
 @pytest.mark.parametrize("window", [Window(64, 128), Window.of_tokens(100, 64)])
-def test_long_prompts(cuda: CudaLibrary, tier: Tier | None, window: Window) -> None:
+def test_long_prompts_with_windows_are_near_float64(
+    cuda: CudaLibrary, tier: Tier | None, window: Window
+) -> None:
     """Many stages are skipped; blocks take several tiles; later rows of a tile see
     nothing of its first stage."""
     lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]

@@ -16,10 +16,10 @@ from tests.native_cpu.test_attend import (
     test_long_sequences_are_cut_into_spans_and_tiles as test_long_sequences_are_cut_into_spans_and_tiles,
 )
 from tests.native_cpu.test_attend import (
-    test_native_is_plain_attention as test_native_is_plain_attention,
+    test_native_mass_is_what_observed_rows_attend as test_native_mass_is_what_observed_rows_attend,
 )
 from tests.native_cpu.test_attend import (
-    test_native_mass_is_what_observed_rows_attend as test_native_mass_is_what_observed_rows_attend,
+    test_the_native_op_is_softmax_attention_in_float64 as test_the_native_op_is_softmax_attention_in_float64,
 )
 from tests.native_cpu.test_attend import (
     test_wide_heads_are_plain_attention as test_wide_heads_are_plain_attention,

@@ -149,7 +149,7 @@ def test_warps_alone_answer_as_blocks(
 
 @pytest.mark.parametrize("bits", CODED)
 @pytest.mark.parametrize(("group", "page", "group_v"), SHAPES)
-def test_other_shapes(
+def test_warps_that_attend_alone_take_other_groups_and_pages(
     kernels: ctypes.CDLL,
     bits: Bits,
     group: int,

@@ -46,7 +46,7 @@ ISAS = {
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=80)
 @given(case=cases(), threads=st.integers(1, 4))
-def test_native_is_plain_attention(
+def test_the_native_op_is_softmax_attention_in_float64(
     native: Native, isa: str, case: Case, threads: int
 ) -> None:
     call = Call(case, ISAS[isa], threads)

@@ -41,7 +41,7 @@ CODES = (Tier(8, 8), Tier(4, 4), Tier(2, 2), Tier(4, 4, group_v=32))
 def library(
     native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> AttentionLibrary:
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
+    monkeypatch.setattr(attend, "current_stream", lambda: 0)
     monkeypatch.setattr(bundles.Bundling, "pays", lambda *_: True)
     return AttentionLibrary(native, kernels)
 

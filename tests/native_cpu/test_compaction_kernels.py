@@ -24,12 +24,12 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.attention import attend
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
-from kvlathe.runtime.sessions.torch_cuda.attention.mass import LargestShares
+from kvlathe.runtime.sessions.torch_cuda.attention.observing import LargestShares
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import CompactingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.test_many_buckets import SessionAttention
 from tests.support import compaction_laws as laws
@@ -53,7 +53,7 @@ SOME = rest_nightly(laws.KINDS, "sealed compacted")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "PART", PART)
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
+    monkeypatch.setattr(attend, "current_stream", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ class ObservedAttention(HostAttention):
         out = super().run(step, layer, q, k, v, angles, weights)
         assert angles is not None
         queries = turned(q, *angles, self.plan.model.head_dim)
-        self.shares.queue(layer, queries, step)
+        self.shares.fill(layer, queries, step)
         return out
 
 
@@ -148,7 +148,7 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_nothing_changes_where_all_pairs_stay(
+def test_compacting_nothing_changes_no_answer_in_the_kernels(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
     ours = in_torch(native, RankingLibrary(native, moving), laws.compacting_plan(kind))
@@ -156,7 +156,7 @@ def test_nothing_changes_where_all_pairs_stay(
 
 
 @pytest.mark.parametrize("kind", SOME)
-def test_requests_share_the_pages(
+def test_requests_share_the_pages_of_a_compacted_prefix_in_the_kernels(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
     laws.requests_share_the_pages(

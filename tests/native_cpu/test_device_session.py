@@ -372,7 +372,7 @@ def test_a_tensorrt_engine_is_bound_within_its_profiles_and_answers_as_the_cpu(
     assert mixed >= 2 and decodes > 30
 
 
-def test_what_no_profile_holds_is_refused_in_words(
+def test_steps_outside_the_tensorrt_profiles_are_refused_in_words(
     native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
     wide = dataclasses.replace(LIMITS, max_num_tokens=2048)
@@ -408,7 +408,9 @@ def test_why_a_tensorrt_engine_does_not_run_is_one_sentence() -> None:
 
 
 @pytest.mark.skipif(not cuda_python.obstacle(), reason="there is a GPU")
-def test_what_is_missing_for_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_for_gpus_says_what_the_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = dataclasses.replace(manifest("float16"), architectures=("cpu", "sm_90"))
     with pytest.raises(KvlatheError, match="cannot run on the GPU:"):
         sessions.runner(both, "this engine", "cuda")

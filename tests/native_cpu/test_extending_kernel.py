@@ -13,7 +13,9 @@ from kvlathe.runtime.native.library import Found, Native
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending" / "kernel.md"
 
 
-def test_the_example_runs(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_kernel_page_runs(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert len(code) == 1
     monkeypatch.setattr(library, "find", lambda: Found(native))

@@ -162,7 +162,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "table", [widths, sizes, groups, buckets, tables, floats, threes]
 )
-def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> None:
+def test_formats_in_c_and_python_say_the_same(
+    program: Path, table: Callable[[], Table]
+) -> None:
     expected = table()
     questions = "\n".join(expected)
     done = subprocess.run(

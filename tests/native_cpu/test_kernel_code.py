@@ -32,7 +32,7 @@ def test_the_same_code_under_another_name_is_the_same() -> None:
     ]
 
 
-def test_one_other_instruction_is_a_change() -> None:
+def test_one_other_instruction_is_a_change_of_a_kernel() -> None:
     old = kernels_of(dumped("seal_pages"))
     new = kernels_of(dumped("seal_pages", "NOP"))
     assert compared(old, new, {}) == [

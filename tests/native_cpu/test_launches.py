@@ -155,7 +155,7 @@ no tile. These lists only shrink (docs/performance.md has them)."""
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_launches_fit_the_gpu(
+def test_decode_launches_fit_every_gpu_but_for_known_plans(
     host: ctypes.CDLL, cases: dict[Key, Problem | CodesProblem], gpu: Gpu
 ) -> None:
     """A block has its share of a multiprocessor's memory and threads. What is too large
@@ -227,7 +227,7 @@ def plan_at(key: Key) -> CompressionPlan:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-def test_an_engine_is_refused_when_it_is_loaded(
+def test_an_engine_that_a_gpu_is_too_small_for_is_not_loaded(
     host: ctypes.CDLL,
     native: Native,
     cases: dict[Key, Problem | CodesProblem],

@@ -5,10 +5,11 @@ attention by both."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Mapping, Sequence
-from ctypes import Array, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,14 +25,15 @@ from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native.cuda import AppendArgs, AttendDecodeArgs, CudaLibrary
+from kvlathe.runtime.native.cuda import AppendArgs, CudaLibrary
 from kvlathe.runtime.native.library import Native, Status
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.torch_cuda.attention import attend
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls, Spread
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -57,7 +59,7 @@ SOME = settings(
 def library(
     native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> AttentionLibrary:
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
+    monkeypatch.setattr(attend, "current_stream", lambda: 0)
     return AttentionLibrary(native, kernels)
 
 
@@ -75,28 +77,20 @@ class RowAttention(Attention):
 
     queries: Tensor
 
-    def __init__(
-        self,
-        library: CudaLibrary,
-        plan: CompressionPlan,
-        scales: Sequence[float],
-        pool: Tensor,
-        most_rows: int,
-        copies: Tensor | None = None,
-        sinks: Sequence[Tensor] = (),
-    ) -> None:
-        super().__init__(library, plan, scales, pool, most_rows, copies, sinks)
+    def __init__(self, *given: Any, **named: Any) -> None:  # noqa: ANN401  (Attention's)
+        super().__init__(*given, **named)
         self.workspace = on_128(self.workspace)
 
-    def _list_size(self, step: StepInputs, tokens: int) -> int:
-        return 0
+    @property
+    def tiled(self) -> bool:
+        return False
 
-    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
-        calls = super()._calls(spread, tokens)
-        spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
-        for layer, args in enumerate(calls):
-            args.plan = spread.plan[layer].data_ptr()
-        return calls
+    def calls_of(self, spread: Spread, layers: Sequence[int]) -> LayerCalls:
+        calls = super().calls_of(spread, layers)
+        plan = on_128(calls.plan.zero_()).view(calls.plan.shape)
+        for layer, args in enumerate(calls.calls):
+            args.plan = plan[layer].data_ptr()
+        return dataclasses.replace(calls, plan=plan)
 
     def _append(
         self,
@@ -112,24 +106,24 @@ class RowAttention(Attention):
         queries[: len(self.queries)] = self.queries
 
 
-class CaseAttention(RowAttention):
-    """The same of a case, whose new rows it writes."""
-
-    def __init__(
-        self,
-        step: Step16,
-        library: CudaLibrary,
-        plan: CompressionPlan,
-        scales: Sequence[float],
-        pool: Tensor,
-        most_rows: int,
-        copies: Tensor | None = None,
-        sinks: Sequence[Tensor] = (),
-    ) -> None:
-        pool = on_128(pool)
-        super().__init__(library, plan, scales, pool, most_rows, copies, sinks)
-        self.queries = queries_of(step)
-        write_rows(step, self.pool.numpy())
+def case_attention(
+    step: Step16,
+    library: CudaLibrary,
+    plan: CompressionPlan,
+    scales: Sequence[float],
+    pool: Tensor,
+    most_rows: int,
+    copies: Tensor | None = None,
+    sinks: Sequence[Tensor] = (),
+) -> RowAttention:
+    """The same of a case, whose new rows are written."""
+    pool = on_128(pool)
+    attention = RowAttention.of_plan(
+        library, plan, scales, pool, most_rows, copies, sinks
+    )
+    attention.queries = queries_of(step)
+    write_rows(step, pool.numpy())
+    return attention
 
 
 def queries_of(step: Step16) -> Tensor:
@@ -164,7 +158,7 @@ def emulated(
 ) -> np.ndarray:
     """o of the case's rows."""
     step = Step16(case)
-    patch.setattr(step16, "Attention", partial(CaseAttention, step))
+    patch.setattr(step16, "attention_of", partial(case_attention, step))
     return step.run(library, "cpu")[0]
 
 
@@ -245,14 +239,15 @@ class SessionAttention(HostAttention):
         pool: Tensor,
     ) -> None:
         super().__init__(native, plan, scales, pool)
-        self.rows = RowAttention(library, plan, scales, pool, LIMITS.max_num_tokens)
-        self.spread_out: Spread | None = None
+        most = LIMITS.max_num_tokens
+        self.rows = RowAttention.of_plan(library, plan, scales, pool, most)
+        self.calls: LayerCalls | None = None
 
-    def spread(
+    def prepare(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> StepInputs:
-        self.spread_out = self.rows.spread(step, tokens)
-        return super().spread(step, tokens)
+        self.calls = self.rows.prepare(step, tokens)
+        return super().prepare(step, tokens)
 
     def run(
         self,
@@ -265,9 +260,9 @@ class SessionAttention(HostAttention):
         weights: Mapping[str, Tensor],
     ) -> Tensor:
         super().run(step, layer, q, k, v, angles, weights)
-        assert self.spread_out is not None and angles is not None
+        assert self.calls is not None and angles is not None
         self.rows.queries = turned(q, *angles, self.plan.model.head_dim)
-        return self.rows.run(self.spread_out, layer, q, k, v, angles, weights)
+        return self.rows.run(self.calls, layer, q, k, v, angles, weights)
 
 
 def emulated_session(

@@ -78,7 +78,7 @@ SHAPES = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(shape=SHAPES, tokens=st.sampled_from([1, 3, 7, 8, 16, 19]), seed=st.integers(0))
-def test_few_rows(
+def test_products_of_few_rows_are_those_of_the_numbers(
     rows: NativeRows,
     monkeypatch: pytest.MonkeyPatch,
     shape: Shape,
@@ -119,7 +119,7 @@ def test_many_rows_of_4_bits(
         ({"x_stride": 60}, "16 bytes"),
     ],
 )
-def test_what_cannot_be_multiplied_is_refused_in_words(
+def test_products_in_formats_without_a_kernel_are_refused_in_words(
     library: Products, changes: dict[str, int | None], words: str
 ) -> None:
     space = torch.zeros(1 << 14, dtype=torch.uint8)

@@ -24,10 +24,10 @@ from kvlathe.runtime.native.library import ABI_VERSION, Native
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
-from kvlathe.runtime.sessions.torch_cuda.attention.observer import Observer
+from kvlathe.runtime.sessions.torch_cuda.attention.observing import Observer
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
@@ -71,8 +71,9 @@ class RankingAttention(HostAttention):
     ) -> None:
         super().__init__(native, plan, scales, pool)
         layout, layers = CacheLayout(plan), range(plan.model.layers)
-        self.forms = [LayerForm(library, layout, layer) for layer in layers]
-        self.observer = Observer(plan, self.forms, pool, LIMITS.max_num_tokens)
+        self.forms = {i: LayerForm(library, layout, i) for i in layers}
+        most = LIMITS.max_num_tokens
+        self.observer = Observer(plan, self.forms, pool.device, most)
 
     def run(
         self,
@@ -98,7 +99,7 @@ class RankingAttention(HostAttention):
         call.pool, call.pool_bytes = self.pool.data_ptr(), self.pool.numel()
         call.q, call.q_stride = queries.data_ptr(), form.queries
         call.o, call.o_stride = out.data_ptr(), form.out
-        self.observer.queue(call, layer, step)
+        self.observer.queue(layer, call, queries, step)
         return out
 
 

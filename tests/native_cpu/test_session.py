@@ -205,7 +205,7 @@ def manifest(dtype: str) -> Manifest:
     )
 
 
-def test_which_path_runs_is_said_loudly(
+def test_a_session_says_loudly_which_path_runs(
     native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single, half, other = manifest("float32"), manifest("float16"), manifest("bfloat16")

@@ -85,7 +85,9 @@ def rows(draw: st.DrawFn) -> Row:
 
 @settings(deadline=None, max_examples=30)
 @given(cases=st.lists(rows(), min_size=1, max_size=20))
-def test_a_row_keeps_what_it_sees(program: Path, cases: list[Row]) -> None:
+def test_kernels_keep_the_pages_that_a_window_sees(
+    program: Path, cases: list[Row]
+) -> None:
     """Both buckets: the pages that stay hold all that is seen, the places that are said
     to be hidden are those that are not, and less than a page is hidden where any is
     seen."""

@@ -95,7 +95,7 @@ def test_a_leader_that_fails_in_a_step_ends_the_engine(
 
 
 @pytest.mark.nightly
-def test_followers_end_with_their_engine(native: Native) -> None:
+def test_follower_processes_end_when_their_engine_is_closed(native: Native) -> None:
     made = HostShards(native, 2)
     process = made.workers.followers[0].process
     llm = made.llm(ENGINE)

@@ -141,6 +141,6 @@ def test_any_one_value_that_is_wrong_is_one_refusal(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "null", "[" * 100_000, '{"a": 1'])
-def test_what_is_no_plan_at_all_is_one_refusal(text: str) -> None:
+def test_text_that_is_no_plan_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(KvlatheError):
         CompressionPlan.from_json(text)

@@ -115,7 +115,7 @@ def test_bytes_hold_what_a_format_says(
 
 @EVERY
 @given(data=st.data(), rank=RANKS, page=PAGES, seed=st.integers(0, 99))
-def test_what_is_read_is_near_and_stays_what_it_is(
+def test_decoded_numbers_are_near_and_encode_to_themselves(
     kind: Kind, data: st.DataObject, rank: int, page: int, seed: int
 ) -> None:
     """IEEE numbers come back as they are. Codes over a whole range are at most half a

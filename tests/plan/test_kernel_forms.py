@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[CompressionPlan, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_no_kernel_does_is_refused(kind: str) -> None:
+def test_plans_without_a_kernel_are_refused(kind: str) -> None:
     plan, words = REFUSED[kind]
     refusal = ranking_refusal(plan)
     assert refusal is not None

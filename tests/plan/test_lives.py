@@ -72,7 +72,7 @@ def test_a_plan_with_a_probe_survives_its_file_and_the_probe_is_part_of_the_dige
     assert CompressionPlan.from_json(plain.to_json()) == plain
 
 
-def test_what_a_scheduler_must_know_follows_from_the_lives() -> None:
+def test_facts_that_a_scheduler_needs_follow_from_the_lives() -> None:
     kinds = {
         "one group": plan(WHOLE, observation=None),
         "sealed": plan(SEALED, observation=None),

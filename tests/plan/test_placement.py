@@ -139,7 +139,7 @@ class Simulation:
     more=st.integers(0, 150),
     chunk=st.sampled_from([PAGE, 2 * PAGE]),
 )
-def test_what_is_held_moved_and_needed_agrees_with_counting(
+def test_tokens_held_moved_and_needed_agree_with_counting(
     data: st.DataObject, kind: str, prompt: int, more: int, chunk: int
 ) -> None:
     placed = data.draw(placements((kind,)))

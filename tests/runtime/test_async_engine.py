@@ -160,7 +160,7 @@ def test_idle_time_is_not_taken_for_slow_answers(engine: AsyncEngine) -> None:
         assert pace.seconds < 60  # a tenth of the hour would be 360
 
 
-def test_what_cannot_be_served_is_refused_in_the_callers_thread(
+def test_prompts_that_cannot_be_served_are_refused_in_the_callers_thread(
     engine: AsyncEngine,
 ) -> None:
     with pytest.raises(KvlatheError, match="max_seq_len"):

@@ -107,7 +107,7 @@ def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
         ("\ud800", 4, "half of a character"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_runs(
+def test_prompts_that_cannot_be_served_are_refused_before_a_step(
     prompts: Any,  # noqa: ANN401
     new: int,
     said: str,
@@ -119,7 +119,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("params", ["x", {"max_new_tokens": 4}, [None], [4]])
-def test_what_is_no_sampling_parameters_is_refused(params: Any) -> None:  # noqa: ANN401
+def test_parameters_that_are_no_sampling_params_are_refused(params: Any) -> None:  # noqa: ANN401
     with pytest.raises(KvlatheError, match="must be SamplingParams"):
         llm("torch", "one").generate([5], params)
 
@@ -173,7 +173,7 @@ def folder(tmp_path: Path) -> Path:
     return built_folder(tmp_path)
 
 
-def test_a_folder_is_all_it_takes(folder: Path) -> None:
+def test_an_engine_folder_alone_loads_and_answers(folder: Path) -> None:
     engine = LLM.load(folder, threads=2)
     question = json.loads(
         (MODEL.parents[1] / "data" / "line_retrieval.jsonl").read_text().splitlines()[0]
@@ -265,7 +265,9 @@ def test_a_cache_below_a_page_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", ["8M", 0, -1, 1.5, True])
 @pytest.mark.parametrize("name", ["threads", "cache_bytes"])
-def test_what_counts_nothing_is_refused(folder: Path, name: str, count: object) -> None:
+def test_counts_that_are_no_whole_number_above_zero_are_refused(
+    folder: Path, name: str, count: object
+) -> None:
     counts: dict[str, Any] = {name: count}
     with pytest.raises(KvlatheError, match=f"{name} is .*whole number, 1 or more"):
         LLM.load(folder, **counts)

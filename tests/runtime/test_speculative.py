@@ -130,7 +130,7 @@ def test_plans_that_rank_tokens_are_refused(kind: str) -> None:
         llm("torch", kind).speculate()
 
 
-def test_what_cannot_guess_is_refused() -> None:
+def test_speculation_without_guesses_is_refused() -> None:
     engine = llm("torch", "one")
     with pytest.raises(KvlatheError, match="num_speculative_tokens is 0"):
         engine.speculate(num_speculative_tokens=0)

@@ -83,7 +83,7 @@ def test_short_traces_are_stretched_only_if_asked() -> None:
     )
 
 
-def test_arrivals_are_poisson() -> None:
+def test_arrivals_of_a_load_are_poisson() -> None:
     gaps = load.gaps(20000, seed=1)
     assert abs(gaps.mean() - 1) < 0.03 and abs(gaps.std() - 1) < 0.03
     counts = np.histogram(np.cumsum(gaps), bins=np.arange(0, 19000, 5))[0]
@@ -136,7 +136,7 @@ def test_a_server_that_is_never_fast_enough_has_rate_nought() -> None:
     assert rate == 0 and len(points) <= measure.MOST_DOUBLINGS + 1
 
 
-def test_searches_take_turns() -> None:
+def test_searches_for_the_largest_rate_take_turns() -> None:
     asked: list[int] = []
 
     def observation(i: int, rate: float) -> Point:
@@ -317,7 +317,7 @@ def test_urls_are_compared_and_drawn(stub: Stub, tmp_path: Path) -> None:
     assert json.loads(json.dumps(result)) == result
 
 
-def test_targets_without_what_they_need_are_refused(tmp_path: Path) -> None:
+def test_servers_by_url_need_a_length_and_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="--max-seq-len"):
         run.compare(["http://127.0.0.1:9"], run.Options())
     with pytest.raises(KvlatheError, match="--tokenizer"):

@@ -116,7 +116,7 @@ def test_those_that_wait_hold_none_of_asyncios_threads() -> None:
         assert engine.idle
 
 
-def test_others_are_tokenized_and_one_too_many_is_429(stalled: Stalled) -> None:
+def test_compactions_wait_tokenized_and_one_too_many_gets_429(stalled: Stalled) -> None:
     served, gated, pool = stalled
     asked = begun(stalled, MAX_COMPACTIONS)
     refused = compact(served, 3000)
@@ -181,7 +181,7 @@ def test_closing_waits_and_says_whether_all_had_ended(seconds: float) -> None:
     assert (made.exception() is None) is bool(seconds)
 
 
-def test_what_a_drain_cuts_is_503(stalled: Stalled) -> None:
+def test_compactions_that_a_drain_cuts_get_503(stalled: Stalled) -> None:
     served, gated, pool = stalled
     asked = begun(stalled, 2)
     closed = pool.submit(served.engine.close)

@@ -29,7 +29,9 @@ from tests.support.serving_cases import (
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_metrics_count_what_happened(client: openai.OpenAI, served: Served) -> None:
+def test_server_metrics_count_requests_tokens_and_errors(
+    client: openai.OpenAI, served: Served
+) -> None:
     def counts() -> dict[str, float]:
         said = httpx.get(f"{served.url}/metrics").text
         found = re.findall(r"^kvlathe_(\w+){[^}]*} ([\d.e+-]+)$", said, re.MULTILINE)
@@ -94,7 +96,7 @@ def test_saved_bytes_count_shared_pages_once() -> None:
     assert not engine.pool.bytes_in_use
 
 
-def test_evicted_prefixes_are_counted(tmp_path: Path) -> None:
+def test_server_metrics_count_evicted_prefixes(tmp_path: Path) -> None:
     llm, prompt = sharing("one"), list(text(200))
     params = SamplingParams(max_new_tokens=2, ignore_eos=True)
     llm.keep_evicted(StoreSizes(1 << 30, tmp_path))
@@ -113,7 +115,9 @@ def test_evicted_prefixes_are_counted(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(FAST))))
-def test_gaps_are_counted_as_prometheus_counts_them(gaps: list[float]) -> None:
+def test_gaps_between_tokens_are_counted_as_prometheus_counts_them(
+    gaps: list[float],
+) -> None:
     growth, registry = Growth("m"), CollectorRegistry()
     name, said = "kvlathe_time_per_output_token_seconds", ""
     histogram = Histogram(name, said, LABELS, buckets=FAST, registry=registry)

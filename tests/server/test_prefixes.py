@@ -52,7 +52,7 @@ def test_a_tenants_requests_go_on_from_its_prefix(served: Served) -> None:
     assert hits(served) == seen + 256
 
 
-def test_all_that_is_kept_changes_no_answer(served: Served) -> None:
+def test_a_prefix_compacted_to_all_of_it_changes_no_answer(served: Served) -> None:
     ids = list(text(300, 1000))
     plain = answer(served, ids)
     post(served, "prefixes", prompt=ids[:256], keep=1)

@@ -245,7 +245,7 @@ def test_a_fault_of_the_servers_own_is_named_counted_and_not_told(
     assert found.headers["x-request-id"] and float(counted()[0]) == before + 1
 
 
-def test_what_is_no_request_at_all(served: Served) -> None:
+def test_bodies_that_are_no_json_object_are_refused(served: Served) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for content, status in (
         (b'{"model"', 400),

@@ -125,7 +125,9 @@ def test_stop_strings_and_stop_tokens_end_the_text(client: openai.OpenAI) -> Non
     )
 
 
-def test_logprobs_and_echo(client: openai.OpenAI, served: Served) -> None:
+def test_logprobs_of_an_echoed_prompt_are_those_of_the_engine(
+    client: openai.OpenAI, served: Served
+) -> None:
     found = client.completions.create(
         model=MODEL_NAME,
         prompt=PROMPT,

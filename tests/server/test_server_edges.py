@@ -154,7 +154,7 @@ def test_the_batch_is_what_the_flag_says(
         ([], "  "),
     ],
 )
-def test_blank_keys_are_refused(
+def test_serve_refuses_blank_api_keys(
     tmp_path: Path, arguments: list[str], variable: str | None
 ) -> None:
     """One would let everybody in, or open the server without a word."""
@@ -166,7 +166,9 @@ def test_blank_keys_are_refused(
 
 @pytest.mark.parametrize("flag", ["--drain-seconds", "--body-seconds"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
-def test_times_are_finite(tmp_path: Path, flag: str, value: str) -> None:
+def test_serve_refuses_times_that_are_not_finite(
+    tmp_path: Path, flag: str, value: str
+) -> None:
     done = CliRunner().invoke(serve_command, [str(tmp_path), flag, value])
     assert done.exit_code == 2 and flag in done.output
 

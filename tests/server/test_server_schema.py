@@ -121,7 +121,7 @@ def test_answers_are_of_the_schema(served: Served, stream: bool) -> None:
         )
 
 
-def test_the_documentation_is_served(served: Served) -> None:
+def test_the_server_serves_the_documentation_of_its_api(served: Served) -> None:
     """By the server itself: the page loads nothing."""
     page = requests.get(f"{served.url}/docs", timeout=60).text
     for said in ("POST /v1/chat/completions", "presence_penalty", "list of integer"):

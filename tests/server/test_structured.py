@@ -93,7 +93,7 @@ def test_every_kind_of_structure_is_followed(
     assert re.fullmatch(pattern, text)
 
 
-def test_any_object_is_one(client: openai.OpenAI) -> None:
+def test_answers_of_type_json_object_are_json_objects(client: openai.OpenAI) -> None:
     for seed in range(6):
         found = client.chat.completions.create(
             model=MODEL_NAME,
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_followed_is_a_400_that_says_why(
+def test_structures_that_cannot_be_followed_get_400_with_the_reason(
     served: Served, name: str
 ) -> None:
     asked, param = WRONG[name]

@@ -122,7 +122,7 @@ def test_text_may_stand_behind_calls(after: str, places: list[int]) -> None:
 
 
 @given(places=st.lists(st.integers(0, 120), max_size=8))
-def test_calls_may_say_more_than_their_arguments(places: list[int]) -> None:
+def test_tool_calls_may_say_more_than_their_arguments(places: list[int]) -> None:
     more = '"id": "x}", "n": {"a": [1]}'
     calls = f'{{"name": "f", "arguments": {{}}, {more}}}, {{"name": "g", "arguments": {{}}, {more}}}'
     text, made = read(MISTRAL, cut(f"[TOOL_CALLS] [{calls}]", places))
@@ -134,7 +134,7 @@ def test_fields_may_come_in_another_order() -> None:
     assert read(HERMES, [*text]) == ("", [("f", {"a": "}"})])
 
 
-def test_what_only_looks_like_a_call_is_text() -> None:
+def test_text_that_only_looks_like_a_tool_call_is_text() -> None:
     for convention, text in (
         (LLAMA, '{"answer": 42}'),
         (LLAMA, '{"name": "x"'),
@@ -145,7 +145,7 @@ def test_what_only_looks_like_a_call_is_text() -> None:
         assert read(convention, [*text]) == (text, [])
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_of_tool_calls_stream_as_they_are_written() -> None:
     parser = ToolParser(HERMES)
     parser.push('<tool_call>\n{"name": "f", "arguments": ')
     assert [p.arguments for p in parser.push('{"city": "Zu')] == ["", '{"city": "Zu']
@@ -163,7 +163,7 @@ def test_arguments_come_as_they_are_written() -> None:
         ("{% if tools %}{{ tools }}{% endif %}", None),
     ],
 )
-def test_templates_show_their_convention(
+def test_chat_templates_show_their_convention_of_tool_calls(
     template: str, expected: Convention | None
 ) -> None:
     assert convention_of(template) == expected

@@ -161,7 +161,7 @@ def test_a_call_that_a_stop_string_cuts_is_no_finished_call(hermes: Served) -> N
     assert said == {0: '{"town": "Bern"}', 1: '{"at": {"'} and ends == ["stop"]
 
 
-def test_a_call_that_must_be_made_ends_where_it_ends(hermes: Served) -> None:
+def test_a_forced_tool_call_ends_where_its_arguments_end(hermes: Served) -> None:
     """Whatever stops a text."""
     found = client_of(hermes).chat.completions.create(
         model=MODEL_NAME,

@@ -26,9 +26,10 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -103,10 +104,10 @@ class HostAttention:
         self.ops = [Op(native, layer_table(layout, layer)) for layer in layers]
         self.kinds: list[tuple[bool, int]] = []
 
-    def spread(
+    def prepare(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> StepInputs:
-        self.kinds.append((step.single, step.rows))
+        self.kinds.append((step.kind.decode, step.kind.rows))
         return step
 
     def run(

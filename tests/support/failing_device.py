@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from tests.support.session_laws import device_session
@@ -22,9 +22,9 @@ def failing(llm: LLM, check: Callable[[torch.Tensor], None]) -> None:
     assert isinstance(compute, TorchCompute)
     queue = compute.queue
 
-    def queued(inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        queue(inputs, outputs, kind)
-        check(tensor_of(inputs["input_ids"]))
+    def queued(step: StepArrays, outputs: Bindings) -> None:
+        queue(step, outputs)
+        check(tensor_of(step.arrays["input_ids"]))
 
     compute.queue = queued
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlathe.export.methods.assignment import Priced
+from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.forms import FORMATS, Grid
 from kvlathe.plan.heads import ModelShape
 from tests.support import stats_cases
@@ -29,3 +29,9 @@ def priced(
     far = 10 ** rng.uniform(-4, 0, (lanes, 1))
     missing = 1 - grid.pages / grid.pages.max()
     return Priced(grid, error * of_format * scale, far * missing**2)
+
+
+def shuffle(choice: Assignment, seed: int = 0) -> Assignment:
+    """The same forms for other lanes: equal bytes, no adaptation."""
+    order = np.random.default_rng(seed).permutation(len(choice.k))
+    return Assignment(choice.k[order], choice.v[order], choice.window[order])

@@ -67,7 +67,9 @@ def pool_and_sealed(layout: CacheLayout, page: int) -> tuple[Bytes, Jobs, Bytes]
     for source, target, position in jobs:
         pages = [
             memory[page * stride :][:stride]
-            for page, stride in zip((source, target), layout.page_stride, strict=True)
+            for page, stride in zip(
+                (source, target), layout.page_stride[:2], strict=True
+            )
         ]
         for lane, pair in cold.items():
             for part, fresh in zip(pair, hot[lane], strict=True):

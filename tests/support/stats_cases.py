@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.calibration.entropy import Entropies
+from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.export.calibration.stats import Moments, Stats
 from kvlathe.plan.heads import ModelShape
 

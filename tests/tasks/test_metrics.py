@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 # -- metrics ---------------------------------------------------------------------------
 @given(seeds, st.integers(1, 600), st.integers(2, 40), st.floats(0.1, 60))
-def test_metrics_are_their_definitions(
+def test_perplexity_agreement_and_divergence_are_their_definitions(
     seed: int, rows: int, vocabulary: int, sharp: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -140,7 +140,9 @@ def test_every_nth_question_is_read(tmp_path: Path) -> None:
         ('{"text": 3}', "line 1"),
     ],
 )
-def test_unusable_text_is_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_evaluation_text_that_cannot_be_used_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text(content, "utf-8")
     with pytest.raises(KvlatheError, match=message):
@@ -172,7 +174,8 @@ class Stub:
     @property
     def plan(self) -> Any:  # noqa: ANN401
         model = SimpleNamespace(vocab_size=VOCABULARY)
-        return SimpleNamespace(ranked=self.ranked, model=model)
+        index = SimpleNamespace(ranked=self.ranked)
+        return SimpleNamespace(index=index, model=model)
 
     @property
     def manifest(self) -> Any:  # noqa: ANN401
@@ -208,7 +211,9 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return text, questions
 
 
-def test_an_engine_equals_itself(files: tuple[Path, Path]) -> None:
+def test_an_engine_evaluated_beside_itself_loses_nothing(
+    files: tuple[Path, Path],
+) -> None:
     found = evaluate(
         Stub(blur=0.3), Stub(blur=0.3), *files, windows=3, window_tokens=40, every=1
     )
@@ -223,7 +228,9 @@ def test_an_engine_equals_itself(files: tuple[Path, Path]) -> None:
     }
 
 
-def test_evaluation_is_made_of_its_metrics(files: tuple[Path, Path]) -> None:
+def test_evaluation_reports_metrics_of_both_engines_logits(
+    files: tuple[Path, Path],
+) -> None:
     engine, baseline = Stub(1, 2.0), Stub(2, 1.0)
     found = evaluate(engine, baseline, files[0], windows=2, window_tokens=50)
     encoder = tasks.FolderEncoder(LATHE)
@@ -247,7 +254,7 @@ def test_evaluation_is_made_of_its_metrics(files: tuple[Path, Path]) -> None:
     assert found["agreement"] == pytest.approx(metrics.agree(theirs, ours).mean())
 
 
-def test_what_was_not_asked_for_is_none(files: tuple[Path, Path]) -> None:
+def test_measures_that_were_not_asked_for_are_none(files: tuple[Path, Path]) -> None:
     found = evaluate(Stub(), text=files[0])
     assert found["perplexity"] > 1
     assert all(

@@ -18,7 +18,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.triton.repository import (
@@ -68,7 +68,7 @@ KINDS = {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model, room for CLIENTS sequences in a step."""
     target = tmp_path_factory.mktemp("engines") / "none"
-    request = BuildRequest(
+    request = BuildConfig(
         ROOT / "models/lathe-5m", target, max_batch_size=CLIENTS, max_seq_len=1024
     )
     return build(request)
@@ -292,7 +292,7 @@ def test_tokens_stream_as_the_engine_gives_them(server: Server, alone: LLM) -> N
     ]
 
 
-def test_seeds_decide_samples(server: Server, alone: LLM) -> None:
+def test_a_seed_decides_what_triton_samples(server: Server, alone: LLM) -> None:
     prompt = alone.encode(PROMPTS[1])
     sampled = {
         "temperature": 1.0,
@@ -445,7 +445,9 @@ def test_many_clients_share_steps_and_get_what_they_get_alone(
 
 
 @pytest.mark.parametrize("model", ["kvlathe", "kvlathe_text"])
-def test_a_client_that_goes_frees_its_place(server: Server, model: str) -> None:
+def test_a_triton_client_that_leaves_frees_its_place(
+    server: Server, model: str
+) -> None:
     asked = {
         "kvlathe": prompt_inputs([5, 6, 7], 1000, end_id=-1),
         "kvlathe_text": {
@@ -468,7 +470,7 @@ def test_a_client_that_goes_frees_its_place(server: Server, model: str) -> None:
     )  # pages that are only kept do not count
 
 
-def test_a_request_is_stopped_by_its_id(server: Server) -> None:
+def test_a_triton_request_is_stopped_by_its_id(server: Server) -> None:
     stream = Stream(
         server,
         "kvlathe",

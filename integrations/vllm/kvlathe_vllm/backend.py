@@ -29,7 +29,6 @@ from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.worker import of_this_worker
 
-Sizes = tuple[Tensor, Most, float]
 """Of a layer: its blocks, what a step brings at most, the scale of its scores."""
 _makers: dict[tuple[str, int], Maker] = {}
 """Of this process: vLLM makes a builder for each kind of layer."""
@@ -237,7 +236,6 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             config.model_config.max_model_len,
         )
         self.layer: Layer | None = None
-        self.kept_sinks: Tensor | None = None
 
     def forward(
         self,
@@ -261,8 +259,6 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             key[rows],
             value[rows],
             attn_metadata.call,
-            self._sinks(own),
-            self.softcap,
         )
         output[rows] = o.to(output.dtype)
         return output
@@ -271,25 +267,18 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         """Made when vLLM has given the layer its blocks, and again for other ones."""
         own = self.layer
         if own is None or own.span.blocks != kv_cache.data_ptr():
-            index = extract_layer_index(layer.layer_name)
-            sizes = (kv_cache, self.most, self.scale)
-            own = _made(self.engine, index, sizes, dtype)
+            own = self._made(extract_layer_index(layer.layer_name), kv_cache, dtype)
             self.layer = own
-            self.kept_sinks = None
         return own
 
-    def _sinks(self, own: Layer) -> Tensor | None:
-        """[H, G] float32 of the kept lanes."""
-        if self.sinks is not None and self.kept_sinks is None:
-            every = self.sinks.float().reshape(self.num_kv_heads, -1)
-            self.kept_sinks = every[own.heads.kept_at].contiguous()
-        return self.kept_sinks
+    def _made(self, index: int, cache: Tensor, dtype: torch.dtype) -> Layer:
+        """What attends blocks where they are."""
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.float().reshape(self.num_kv_heads, -1)
+        given = (self.engine, index, cache, self.most, self.scale)
+        if cache.device.type == "cpu":
+            return CpuLayer(*given, sinks=sinks, softcap=self.softcap)
+        from kvlathe_vllm.cuda import CudaLayer
 
-
-def _made(engine: Hosted, index: int, sizes: Sizes, dtype: torch.dtype) -> Layer:
-    """What attends blocks where they are."""
-    if sizes[0].device.type == "cpu":
-        return CpuLayer(engine, index, *sizes)
-    from kvlathe_vllm.cuda import CudaLayer
-
-    return CudaLayer(engine, index, *sizes, dtype)
+        return CudaLayer(*given, dtype, sinks=sinks)

@@ -3,62 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from kvlathe.plan.layer_block import LayerBlock
 from kvlathe.runtime.native.cuda import (
     APPENDED,
     AttendDecodeArgs,
     CudaLibrary,
     LayerForm,
+    LayerPages,
 )
 from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes, within_share
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
-from kvlathe_vllm.calls import Int32
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.layer import (
+    LayerAttention,
+    workspace_bytes,
+)
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls, Spread
+from kvlathe.runtime.sessions.torch_cuda.device import current_stream
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.span import Span
 
 
-class BlockForm(LayerForm):
-    """A layer whose pages are blocks of a host."""
-
-    def __init__(
-        self, library: CudaLibrary, block: LayerBlock, table: Int32, stride: int
-    ) -> None:
-        """``stride``: bytes from a block to the next."""
-        super().__init__(
-            library,
-            block.layout,
-            block.layer,
-        )
-        library.lib.kvlathe_layer_destroy(self.handle)
-        address = table.ctypes.data
-        library.call(
-            "layer_create",
-            address,
-            table.size,
-            byref(self.handle),
-        )
-        self.own_rows = [block.rows(b) for b in self.buckets]
-        for i, bucket in enumerate(self.buckets):
-            part = self.parts[i]
-            part.lanes = self.own_rows[i].ctypes.data
-            part.page_stride = block.hot_bytes
-            if block.plan.index.buckets[bucket].stays:
-                part.page_stride = stride
-
-
-class Pool:
+class SpanPool:
     """A span as attention asks for its pool."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self.device = span.cache.device
+
+    @property
+    def device(self) -> torch.device:
+        return self.span.cache.device
 
     def data_ptr(self) -> int:
         return self.span.start
@@ -89,85 +66,65 @@ class Rooms:
 
 
 class BlockAttention(Attention):
-    """Of layer ``own``. Lists of all layers hold it alone."""
-
-    @property
-    def tiled(self) -> bool:
-        """Whether the GPU has a kernel for prompts in tiles."""
-        return bool(self.library.lib.kvlathe_cuda_has_prompt_kernel())
+    """The attention of one layer, number ``own``, whose pages are blocks of a host."""
 
     def __init__(
-        self,
-        library: CudaLibrary,
-        layer: Layer,
-        scale: float,
-        most: Most,
-        rooms: Rooms,
+        self, library: CudaLibrary, layer: Layer, most: Most, rooms: Rooms
     ) -> None:
-        self.rooms = rooms
-        self.own = layer.block.layer
-        self.span = layer.span
-        count = self.own + 1
-        form = BlockForm(
-            library,
-            layer.block,
-            layer.table,
-            layer.span.block_stride,
+        self.own, self.span, self.held = layer.block.layer, layer.span, layer.held
+        self.seals = layer.plan.index.seals
+        device = layer.span.cache.device
+        strides = [
+            layer.span.block_stride if held else layer.block.hot_bytes
+            for held in layer.held
+        ]
+        pages = LayerPages(layer.table, layer.rows, strides)
+        one = LayerAttention(
+            LayerForm(library, layer.block.layout, self.own, pages),
+            torch.from_numpy(layer.table).to(device),
+            layer.scale,
+            layer.sinks,
         )
-        table = torch.from_numpy(layer.table)
-        layout = table.to(layer.span.cache.device)
-        self._set_up(
+        size = workspace_bytes(library, [one], most.tokens)
+        super().__init__(
             library,
             layer.plan,
-            [scale] * count,
-            cast(Tensor, Pool(layer.span)),
-            [form] * count,
-            [layout] * count,
-            most.tokens,
-        )
-        if self.tiled:
-            self.copies = self._room_for_copies(most)
-        self.most_bundled = 1
-        self.seals = layer.plan.index.seals
-        self.held = layer.held
-
-    def _workspace_of(self, size: int) -> Tensor:
-        return self.rooms.of(
-            "workspace",
-            size,
-            self.span.cache.device,
+            {self.own: one},
+            SpanPool(layer.span),
+            rooms.of("workspace", size, device),
+            _room_for_copies(library, layer, most, rooms),
+            most_bundled=1,
         )
 
-    def _room_for_copies(self, most: Most) -> Tensor:
-        """For the longest sequence, and as many tokens as a step has, within a share of the
-        GPU. Those of more sequences with long pasts find no room, and are converted where
-        they are attended."""
-        device = self.span.cache.device
-        total = torch.cuda.get_device_properties(device).total_memory
-        size = copies_bytes(self.plan, most.length + most.tokens)
-        return self.rooms.of(
-            "copies",
-            within_share(size, total),
-            device,
-        )
-
-    def begin(self, spread: Spread, step: StepInputs, tokens: int) -> Spread:
+    def begin(self, spread: Spread, step: StepInputs) -> LayerCalls:
         """The rows of a decode step in the pages of this layer; not planned yet. Pages
-        are sealed between append and attention, so append is not the kernel just before."""
-        own = spread.over(step)
-        own.layers = range(self.own, self.own + 1)
-        own.calls = self._calls(own, tokens)
+        are sealed between append and attention, so append is not the kernel just
+        before."""
+        calls = self.calls_of(spread.over(step), [self.own])
         if self.seals:
-            for call in own.calls:
+            for call in calls.calls:
                 call.flags &= ~APPENDED
-        return own
+        return calls
 
 
-def plan_together(library: CudaLibrary, spreads: Sequence[Spread], stream: int) -> None:
-    """Find which block attends what, in the layers of all: one launch, or a few."""
-    planned = [call for spread in spreads for call in spread.calls]
-    count = len(planned)
-    calls = (AttendDecodeArgs * count)(*planned)
+def _room_for_copies(
+    library: CudaLibrary, layer: Layer, most: Most, rooms: Rooms
+) -> Tensor | None:
+    """Room for the longest sequence, and as many tokens as a step has, within a share of
+    the GPU. Those of more sequences with long pasts find no room, and are converted where
+    they are attended."""
+    device = layer.span.cache.device
+    if device.type == "cpu" or not library.lib.kvlathe_cuda_has_prompt_kernel():
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    size = copies_bytes(layer.plan, most.length + most.tokens)
+    return rooms.of("copies", within_share(size, total), device)
+
+
+def plan_together(library: CudaLibrary, layers: Sequence[LayerCalls]) -> None:
+    """Find which block attends what, in all ``layers``: one launch, or a few."""
+    planned = [call for layer in layers for call in layer.calls]
+    calls = (AttendDecodeArgs * len(planned))(*planned)
     for call in calls:
-        call.stream = stream
-    library.call("cuda_plan", calls, count)
+        call.stream = current_stream()
+    library.call("cuda_plan", calls, len(calls))

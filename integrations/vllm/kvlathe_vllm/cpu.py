@@ -26,21 +26,23 @@ class CpuLayer(Layer):
     """In float32."""
 
     def __init__(
-        self, engine: Hosted, layer: int, cache: Tensor, most: Most, scale: float
+        self,
+        engine: Hosted,
+        layer: int,
+        cache: Tensor,
+        most: Most,
+        scale: float,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> None:
-        """Raises KvlatheError without the native library."""
+        """``softcap`` of scores; 0 for none. Raises KvlatheError without the native
+        library."""
         found = find()
         if found.native is None:
             fact = "vLLM cannot attend compressed pages"
             raise KvlatheError(fact, found.reason, "build it: kvlathe native")
-        super().__init__(
-            engine,
-            layer,
-            cache,
-            most,
-            scale,
-            torch.float32,
-        )
+        super().__init__(engine, layer, cache, most, scale, torch.float32, sinks)
+        self.softcap = softcap
         self.native = found.native
         self.form = HostLayer(self.native, self.table)
         self.projections = self.heads.projections()
@@ -51,17 +53,15 @@ class CpuLayer(Layer):
         k: Tensor,
         v: Tensor,
         step: Call,
-        sinks: Tensor | None,
-        softcap: float,
     ) -> Tensor:
         """The library appends and attends in one call. Where pages are to be sealed
         between the two, a first call appends, and attends no sealed page; the second
         writes the same rows again."""
         q, k, v = (x.contiguous() for x in (q, k, v))
         if step.seals_first:
-            self._attend(q, k, v, step, self._unsealed(step), sinks, softcap)
+            self._attend(q, k, v, step, self._unsealed(step))
             self.seal(step.sealing)
-        o = self._attend(q, k, v, step, step.lengths, sinks, softcap)
+        o = self._attend(q, k, v, step, step.lengths)
         if not step.seals_first:
             self.seal(step.sealing)
         return o
@@ -81,8 +81,6 @@ class CpuLayer(Layer):
         v: Tensor,
         step: Call,
         lengths: Int32,
-        sinks: Tensor | None,
-        softcap: float,
     ) -> Tensor:
         o = torch.empty(len(q), self.width)
         tables = [self._ids(held, step) for held in self.held]
@@ -115,9 +113,9 @@ class CpuLayer(Layer):
             args.centre_k = centres.data_ptr()
         args.pool = self.span.start
         args.pool_bytes = self.span.bytes
-        if sinks is not None:
-            args.sinks = sinks.data_ptr()
-        args.softcap = softcap
+        if self.sinks is not None:
+            args.sinks = self.sinks.data_ptr()
+        args.softcap = self.softcap
         self.form.attend(args)
         return o
 

@@ -20,11 +20,12 @@ from kvlathe.runtime.native.cuda import (
     cuda_library,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.device import current_stream
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.rows import ELEMENTS
 from kvlathe_vllm.block_attention import BlockAttention
 from kvlathe_vllm.calls import Call, Sealing
-from kvlathe_vllm.gpu_step import Layers, LayerStep, Sent, sent_to, stream
+from kvlathe_vllm.gpu_step import Layers, LayerStep, Sent, sent_to
 from kvlathe_vllm.hosted import Hosted
 from kvlathe_vllm.layer import Layer, Most
 
@@ -50,58 +51,32 @@ class CudaLayer(Layer):
         scale: float,
         dtype: torch.dtype,
         library: CudaLibrary | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Raises KvlatheError without the CUDA kernels."""
-        super().__init__(
-            engine,
-            layer,
-            cache,
-            most,
-            scale,
-            dtype,
-        )
+        super().__init__(engine, layer, cache, most, scale, dtype, sinks)
         self.library = library or cuda_library("vLLM with compressed blocks")
         self.layers = layers_of(engine)
-        rooms = self.layers.rooms
-        self.attention = BlockAttention(self.library, self, scale, most, rooms)
+        self.attention = BlockAttention(self.library, self, most, self.layers.rooms)
         self.layers.add(self.attention)
         self.dtype = dtype
         self.weights: dict[str, Tensor] = {}
         found = self.heads.projections()
         if found is not None:
-            names = (
-                "proj_q",
-                "proj_k",
-                "centre_k",
-            )
+            names = ("proj_q", "proj_k", "centre_k")
             for name, matrix in zip(names, found, strict=True):
-                moved = matrix.to(cache.device, dtype)
-                self.weights[name] = moved.contiguous()
+                self.weights[name] = matrix.to(cache.device, dtype).contiguous()
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        step: Call,
-        sinks: Tensor | None,
-        softcap: float,
-    ) -> Tensor:
-        """``softcap`` is the plan's."""
-        own, rows = self.block.layer, len(q)
-        if sinks is not None:
-            self.attention.sinks = [sinks] * (own + 1)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Call) -> Tensor:
+        own, attention = self.block.layer, self.attention
         on_device = sent_to(step, self.span.cache.device)
         if on_device.seals is not None:
             return self._decode(q, k, v, on_device)
-        layers = range(own, own + 1)
-        inputs = self._inputs(on_device)
-        spread = self.attention.spread(inputs, rows, layers)
-        weights = self.weights
-        queries = self.attention.append(spread, own, q, k, v, None, weights)
+        calls = attention.prepare(self._inputs(on_device), len(q))
+        queries = attention.append(calls, own, q, k, v, None, self.weights)
         if step.seals_first:
             self.seal(step.sealing)
-        o = self.attention.attend(spread, own, queries)
+        o = attention.attend(calls, own, queries)
         if not step.seals_first:
             self.seal(step.sealing)
         return o
@@ -111,26 +86,19 @@ class CudaLayer(Layer):
         sealed before the attention, where sequences that share them find them."""
         own = self.block.layer
         made = self.layers.step_of(self.attention, step, len(q))
-        queries = self.attention.append(made.spread, own, q, k, v, None, self.weights)
+        queries = self.attention.append(made.calls, own, q, k, v, None, self.weights)
         self._seal_listed(made)
-        return self.attention.attend(made.spread, own, queries)
+        return self.attention.attend(made.calls, own, queries)
 
     def _inputs(self, step: Sent) -> StepInputs:
         """The step with the page ids of this layer's span."""
-        blocks = step.blocks + self.span.first_block
         lasting, passing = self.span.offsets
         hot = step.hot + lasting
-        if not step.single:  # one row begins or fills a page, and never both
+        # A row of a decode step begins or fills a page, and never both.
+        if not step.inputs.kind.decode:
             is_passing = step.hot >= self.span.hot_pages
             hot = torch.where(is_passing, step.hot + passing, hot)
-        return StepInputs(
-            cu_seqlens_q=step.cu,
-            lengths=step.lengths,
-            page_tables=[blocks if held else hot for held in self.held],
-            single=step.single,
-            rows=step.rows,
-            copies_of=step.copies_of,
-        )
+        return step.in_layer(self.held, step.blocks + self.span.first_block, hot)
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
         pages = (SealPage * len(sealing))()
@@ -170,5 +138,5 @@ class CudaLayer(Layer):
         args.span_v = tier.v.span
         args.pool = self.span.start
         args.pool_bytes = self.span.bytes
-        args.stream = stream()
+        args.stream = current_stream()
         return args

@@ -7,6 +7,7 @@ decided on the host while a layer runs: which pages are sealed is a list in devi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Spread
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.block_attention import BlockAttention, Rooms, plan_together
 from kvlathe_vllm.calls import Call, Int32, copies_of, is_decode
 
@@ -26,26 +28,24 @@ PLACES = 3
 """Of a page to seal: its hot page, its block, the place of its first token."""
 
 
-def stream() -> int:
-    """vLLM's own."""
-    return torch.cuda.current_stream().cuda_stream
-
-
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """A step on the device, the same for all layers: the arrays of a Call. ``rows``: as
-    of StepInputs. ``copies_of``: too, of a step with prompts. ``single``: each sequence has
-    one row, and none is sealed before it is attended. ``seals`` int32 [n, PLACES] of a
-    decode step of n sequences that graphs may hold."""
+    """A step on the device, the same for all layers: the arrays of a Call. ``inputs``
+    have no page tables yet: numbers of ``blocks`` [n, W] and of ``hot`` pages [n, 1] are
+    other ids of pages in each layer. In a step of ``kind.decode`` no page is sealed
+    before it is attended. ``seals`` int32 [n, PLACES] of a decode step of n sequences
+    that graphs may hold."""
 
-    cu: Tensor
-    lengths: Tensor
+    inputs: StepInputs
     blocks: Tensor
     hot: Tensor
-    rows: int
-    single: bool
     seals: Tensor | None = None
-    copies_of: Tensor | None = None
+
+    def in_layer(self, held: Sequence[bool], blocks: Tensor, hot: Tensor) -> StepInputs:
+        """The step in a layer, where ``blocks`` and ``hot`` are its ids of pages.
+        ``held``: of each bucket, whether blocks hold its pages."""
+        tables = [blocks if is_held else hot for is_held in held]
+        return dataclasses.replace(self.inputs, page_tables=tables)
 
 
 _sent: list[tuple[Call, Sent]] = []
@@ -72,18 +72,16 @@ def sent(call: Call, device: torch.device) -> Sent:
         return host.to(device)
 
     decodes = is_decode(call)
-    counts = np.diff(call.cu)
-    short = np.flatnonzero(counts < LEAST_CHUNK)
+    short = np.flatnonzero(np.diff(call.cu) < LEAST_CHUNK)
     rows = int(call.cu[short[-1] + 1]) if len(short) else 0
-    return Sent(
+    inputs = StepInputs(
         on_device(call.cu),
         on_device(call.lengths),
-        on_device(call.blocks),
-        on_device(call.hot),
-        rows,
-        decodes and not call.seals_first,
+        (),
+        StepKind(decodes and not call.seals_first, rows, chunks=True),
         copies_of=None if decodes else on_device(copies_of(call, LEAST_CHUNK)),
     )
+    return Sent(inputs, on_device(call.blocks), on_device(call.hot))
 
 
 class Places:
@@ -159,22 +157,15 @@ class DecodeBuffers:
         self.block.copy_(self.host, non_blocking=True)
         n = len(blocks)
         there = self._there
-        return Sent(
-            there.cu[: n + 1],
-            there.lengths[:n],
-            blocks,
-            there.hot[:n],
-            n,
-            True,
-            there.seals[:n],
-        )
+        inputs = StepInputs(there.cu[: n + 1], there.lengths[:n], (), StepKind(True, n))
+        return Sent(inputs, blocks, there.hot[:n], there.seals[:n])
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStep:
     """A decode step in one layer. ``seals``: as of Sent, with its ids of pages."""
 
-    spread: Spread
+    calls: LayerCalls
     seals: Tensor
 
 
@@ -200,20 +191,12 @@ class Layers:
     def _made(self, step: Sent, tokens: int) -> dict[int, LayerStep]:
         every = list(self._of.values())
         inputs, seals = self._pages(every, step)
-        first = every[0]
-        none = range(0)
-        base = first.spread(inputs[0], tokens, none)
-        made: dict[int, LayerStep] = {}
-        spreads: list[Spread] = []
-        for i, attention in enumerate(every):
-            spread = attention.begin(base, inputs[i], tokens)
-            spreads.append(spread)
-            made[attention.own] = LayerStep(spread, seals[i])
-        plan_together(
-            first.library,
-            spreads,
-            stream(),
-        )
+        spread = every[0].spread(inputs[0], tokens)
+        made = {
+            attention.own: LayerStep(attention.begin(spread, own), own_seals)
+            for attention, own, own_seals in zip(every, inputs, seals, strict=True)
+        }
+        plan_together(every[0].library, [step.calls for step in made.values()])
         return made
 
     def _pages(
@@ -231,16 +214,10 @@ class Layers:
         none = step.seals[:, :1] < 0
         seals = step.seals + offsets[:, None]
         seals.masked_fill_(none, NO_PAGE)
-        inputs: list[StepInputs] = []
-        for i, attention in enumerate(every):
-            inputs.append(
-                decode_inputs(
-                    attention,
-                    step,
-                    blocks[i],
-                    hot[i],
-                )
-            )
+        inputs = [
+            step.in_layer(attention.held, blocks[i], hot[i])
+            for i, attention in enumerate(every)
+        ]
         return inputs, seals
 
 
@@ -254,16 +231,3 @@ def _offsets(every: Sequence[BlockAttention]) -> Tensor:
     device = every[0].span.cache.device
     offsets = torch.tensor(found, dtype=torch.int32)
     return offsets.to(device)
-
-
-def decode_inputs(
-    attention: BlockAttention, step: Sent, blocks: Tensor, hot: Tensor
-) -> StepInputs:
-    """``blocks``, ``hot``: ids of pages."""
-    return StepInputs(
-        cu_seqlens_q=step.cu,
-        lengths=step.lengths,
-        page_tables=[blocks if held else hot for held in attention.held],
-        single=True,
-        rows=step.rows,
-    )

@@ -30,7 +30,8 @@ class Most:
 
 class Layer(ABC):
     """One layer. ``cache``: vLLM's uint8 [blocks, 1, P, bytes of a token]. ``dtype``: what
-    q, k, v and o are multiplied in."""
+    q, k, v and o are multiplied in. ``sinks`` float32 [KV heads, G]: sink logits of all
+    heads that vLLM has here, where the model has some."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Layer(ABC):
         most: Most,
         scale: float,
         dtype: torch.dtype,
+        sinks: Tensor | None = None,
     ) -> None:
         self.plan = engine.plan
         self.scale = scale
@@ -60,6 +62,9 @@ class Layer(ABC):
             cache.device,
             dtype,
         )
+        self.sinks = None
+        if sinks is not None:
+            self.sinks = sinks[self.heads.kept_at].contiguous()
         self.held = [bucket.stays for bucket in self.plan.index.buckets]
         ranks = [lane.rank_v for lane in self.heads.lanes]
         self.width = self.heads.group * sum(ranks)
@@ -74,8 +79,6 @@ class Layer(ABC):
         k: Tensor,
         v: Tensor,
         step: Call,
-        sinks: Tensor | None,
-        softcap: float,
     ) -> Tensor:
         """o' of packed rows; their tokens are appended, and full pages sealed."""
 
@@ -83,21 +86,13 @@ class Layer(ABC):
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
         """Full hot pages of bucket ``source`` into blocks, as bucket ``target``."""
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        step: Call,
-        sinks: Tensor | None,
-        softcap: float,
-    ) -> Tensor:
+    def run(self, query: Tensor, key: Tensor, value: Tensor, step: Call) -> Tensor:
         """o [T, query heads, d] of q, k, v [T, heads, d]. Tokens are appended, and full
         pages sealed."""
         q = self.heads.select(query, self.heads.group)
         k = self.heads.select(key, 1)
         v = self.heads.values(value)
-        o = self.attend(q, k, v, step, sinks, softcap)
+        o = self.attend(q, k, v, step)
         for passing, page in step.kept:
             self.span.keep(passing, page)
         return self.heads.outputs(o)

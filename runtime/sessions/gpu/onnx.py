@@ -22,7 +22,7 @@ from kvlathe.runtime.native.cuda import cuda_library
 from kvlathe.runtime.sessions.gpu.cuda_python import CudaPythonDevice
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
 
 PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
@@ -121,9 +121,9 @@ class OnnxCompute:
             "disable_synchronize_execution_providers", "1"
         )
 
-    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
+    def queue(self, step: StepArrays, outputs: Bindings) -> None:
         binding = self.graph.io_binding()
-        for name, x in inputs.items():
+        for name, x in step.arrays.items():
             if name in self._wanted:
                 binding.bind_input(name, self.place, 0, x.dtype, x.shape, x.address)
         for name, x in outputs.items():

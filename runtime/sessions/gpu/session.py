@@ -8,6 +8,8 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -24,10 +26,10 @@ from kvlathe.runtime.sessions.gpu.device import (
     Device,
     DeviceArray,
 )
-from kvlathe.runtime.sessions.gpu.graphs import DecodeGraph
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
 from kvlathe.runtime.sessions.gpu.step_buffer import (
     Bindings,
+    StepArrays,
     StepBuffer,
     StepForm,
     StepKind,
@@ -57,9 +59,34 @@ class Compute(Protocol):
         arrays."""
         ...
 
-    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
+    def queue(self, step: StepArrays, outputs: Bindings) -> None:
         """Queue a step. Its K and V are in the pool once it is done."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeGraph:
+    """A decode step of fixed sizes as a CUDA graph, whose padding rows write nothing.
+    ``arrays`` are in ``buffer``. ``replay`` queues the step that was sent there last."""
+
+    buffer: StepBuffer
+    arrays: StepArrays
+    replay: Callable[[], None]
+
+    @classmethod
+    def captured(
+        cls,
+        device: Device,
+        buffer: StepBuffer,
+        arrays: StepArrays,
+        work: Callable[[], None],
+    ) -> DecodeGraph:
+        """``work`` queues the step in ``arrays``."""
+        buffer.clear()
+        for _ in range(2):  # what runs the model takes its memory outside the capture
+            work()
+        device.wait()
+        return cls(buffer, arrays, device.capture(work))
 
 
 class DeviceSession(DevicePages, Session):
@@ -96,22 +123,42 @@ class DeviceSession(DevicePages, Session):
         check_step(step, self.limits)
         kind, rows = kind_of(step, self.widths), len(step.logit_rows)
         if kind.decode:
-            self._graph_of(rows).run(step, self.complete)
+            graph = self._graph_of(rows)
+            self._send(step, graph.buffer, graph.arrays)
+            graph.replay()
             return self._rows_of(self._logits, rows)
-        form = StepForm.of(step, self.compute.least_rows, self.plan.index.ranked)
-        return self.launch_alone(step, form, kind)
+        return self.launch_alone(step, kind, self.plan.index.ranked)
 
     def launch_alone(
-        self, step: StepPlan, form: StepForm, kind: StepKind, more: Bindings = NOTHING
+        self, step: StepPlan, kind: StepKind, observes: bool, more: Bindings = NOTHING
     ) -> DeviceArray:
-        """Without a graph. ``more``: what is written beside the logits, for those that
-        ask."""
-        logits = self.room_for(form.rows)
-        self._buffer.send(step, form)
-        inputs = self._buffer.bindings(form)
-        self.complete(step, inputs["input_ids"])
-        self._queue(inputs, len(step.query_offsets), form, logits, kind, more)
+        """Without a graph. ``observes``: rows may be observed. ``more``: what is written
+        beside the logits, for those that ask."""
+        logits = self.room_for(max(self.compute.least_rows, len(step.logit_rows)))
+        arrays = self.sent(step, self._buffer, kind, observes)
+        self._queue(arrays, logits, more)
         return self._rows_of(logits, len(step.logit_rows))
+
+    def sent(
+        self, step: StepPlan, buffer: StepBuffer, kind: StepKind, observes: bool
+    ) -> StepArrays:
+        """Queue the copy of a step's integers into ``buffer``: where they then are."""
+        form = StepForm.of(step, self.compute.least_rows, observes)
+        arrays = self._arrays_of(buffer, form, len(step.query_offsets), kind)
+        self._send(step, buffer, arrays)
+        return arrays
+
+    def _send(self, step: StepPlan, buffer: StepBuffer, arrays: StepArrays) -> None:
+        buffer.send(step, arrays.form)
+        self.complete(step, arrays.arrays["input_ids"])
+
+    def _arrays_of(
+        self, buffer: StepBuffer, form: StepForm, queries: int, kind: StepKind
+    ) -> StepArrays:
+        """All that ``compute`` reads. ``queries``: of the step's longest sequence."""
+        offsets = self._inputs["query_offsets"].view(0, (queries,), INT32)
+        arrays = {**buffer.bindings(form), **self._inputs, "query_offsets": offsets}
+        return StepArrays(arrays, form, kind)
 
     def lost(self) -> str:
         """As Session.lost. A GPU's fault stays: every later call tells of it."""
@@ -137,31 +184,19 @@ class DeviceSession(DevicePages, Session):
         if size not in self._graphs:
             form = StepForm(size, size, size, self.widths, self.plan.index.ranked)
             buffer = StepBuffer(self.device, form)
-            inputs = buffer.bindings(form)
-            kind = StepKind(True, size)
-            work = partial(self._queue, inputs, 1, form, self._logits, kind)
-            self._graphs[size] = DecodeGraph(self.device, buffer, work)
+            arrays = self._arrays_of(buffer, form, 1, StepKind(True, size))
+            work = partial(self._queue, arrays, self._logits)
+            self._graphs[size] = DecodeGraph.captured(self.device, buffer, arrays, work)
         return self._graphs[size]
 
     def _queue(
-        self,
-        step: Bindings,
-        queries: int,
-        form: StepForm,
-        logits: DeviceArray,
-        kind: StepKind,
-        more: Bindings = NOTHING,
+        self, step: StepArrays, logits: DeviceArray, more: Bindings = NOTHING
     ) -> None:
-        inputs = self.inputs_of(step, queries)
-        outputs = {"logits": self._rows_of(logits, form.rows), **more}
+        outputs = {"logits": self._rows_of(logits, step.form.rows), **more}
         for name, array in self._outputs.items():
-            outputs[name] = array.view(0, (form.tokens, *array.shape[1:]), array.dtype)
-        self.compute.queue(inputs, outputs, kind)
-
-    def inputs_of(self, step: Bindings, queries: int) -> Bindings:
-        """All that ``compute`` reads. ``queries``: of the step's longest sequence."""
-        offsets = self._inputs["query_offsets"].view(0, (queries,), INT32)
-        return {**step, **self._inputs, "query_offsets": offsets}
+            shape = (step.form.tokens, *array.shape[1:])
+            outputs[name] = array.view(0, shape, array.dtype)
+        self.compute.queue(step, outputs)
 
     # -- memory ------------------------------------------------------------------------
     @property

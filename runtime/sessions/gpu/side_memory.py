@@ -56,8 +56,8 @@ def scratch_bytes(plan: CompressionPlan) -> int:
 
 def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     """What the largest step that observes a prefix takes beside other steps
-    (torch_cuda/attention/mass.py): tiles of scores, the keys of a lane, and what each token is
-    given. 0 where no prefix is compacted."""
+    (torch_cuda/attention/observing.py): tiles of scores, the keys of a lane, and what
+    each token is given. 0 where no prefix is compacted."""
     if plan.index.compaction is None:
         return 0
     page = plan.page_tokens
@@ -67,8 +67,7 @@ def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     tile = min(TILE, rows * a_row)
     tile = max(a_row, tile)
     scores = TILES * tile * SCORE
-    widest = plan.model.head_dim
-    of_a_lane = keys * widest * KEY
+    of_a_lane = keys * plan.model.head_dim * KEY
     places = rows
     for bucket in plan.index.buckets:
         places += keys if bucket.is_hot else page
@@ -82,8 +81,7 @@ def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
     be more, and some of them find none."""
     chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
     sequences = min(chunks, limits.max_batch_size)
-    size = copies_bytes(plan, limits.max_seq_len, sequences)
-    return within_share(size, total)
+    return within_share(copies_bytes(plan, limits.max_seq_len, sequences), total)
 
 
 def within_share(size: int, total: int) -> int:
@@ -102,8 +100,7 @@ def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
             continue
         held = min(tokens, part.sight.most + page) if part.sees_less else tokens
         pages = -(-held // page)
-        its_layers = {plan.lanes[lane].layer for lane in part.lanes}
-        for layer in its_layers:
+        for layer in {plan.lanes[lane].layer for lane in part.lanes}:
             layers[layer] += pages
     size = 0
     for layer, copied in enumerate(layers):
@@ -113,8 +110,7 @@ def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
             width += lane.rank_v
         a_page = HALF * page * width
         a_page += COPY_OWNER
-        own = sequences * copied * a_page
-        size = max(size, own)
+        size = max(size, sequences * copied * a_page)
     if not size:
         return 0
     return size + COPY_HEADER

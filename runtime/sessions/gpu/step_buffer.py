@@ -60,6 +60,16 @@ class StepKind:
     chunks: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class StepArrays:
+    """A step on the GPU, as whatever runs the model takes it: ``arrays`` by the names
+    that the exported graph gives them, of the sizes of ``form``."""
+
+    arrays: Bindings
+    form: StepForm
+    kind: StepKind
+
+
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
     """``widths``: pages in the page tables of a CUDA graph."""
     if _is_decode(step, widths):
@@ -241,7 +251,7 @@ class StepBuffer:
             raise KvlatheError(
                 f"a step with page tables of {form.widths} pages does not fit",
                 f"there is room for {self.form.widths}",
-                "build with a larger --max_seq_len",
+                "build with a larger --max-seq-len",
             )
         self._turn ^= 1
         host = self._hosts[self._turn][: form.size]

@@ -25,7 +25,7 @@ from kvlathe.runtime.sessions.gpu.cuda_python import CudaPythonDevice
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession, tensor_types
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
 
 DECODE, MIXED = 0, 1
 """The engine's profiles."""
@@ -106,11 +106,11 @@ class TensorRTCompute:
                     "report this, with the engine's layers.txt",
                 )
 
-    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        context = self._decode if kind.decode else self._mixed
-        arrays = {**inputs, **outputs}
+    def queue(self, step: StepArrays, outputs: Bindings) -> None:
+        context = self._decode if step.kind.decode else self._mixed
+        arrays = {**step.arrays, **outputs}
         for name in self.tensors:
-            context.bind(name, arrays[name], read=name in inputs)
+            context.bind(name, arrays[name], read=name in step.arrays)
         context.run()
 
 

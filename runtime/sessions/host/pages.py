@@ -347,7 +347,7 @@ def typed_views(memory: npt.NDArray[np.uint8], unit: int) -> dict[str, np.ndarra
 def check_supported(plan: CompressionPlan) -> None:
     """Refuse a plan whose pages this runtime cannot keep: raises KvlatheError."""
     tier = plan.index.hot_tier
-    if tier.k.bits != tier.v.bits:
+    if tier.k.name != tier.v.name:
         raise KvlatheError(
             f"new K has {tier.k.bits} bits and new V {tier.v.bits}",
             "a step writes one format",

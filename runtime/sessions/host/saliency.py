@@ -1,4 +1,4 @@
-"""Which tokens of each lane are the most salient (token_rules.ObservationWindow), from
+"""Which tokens of each lane are the most salient (observation.ObservationWindow), from
 the scores in their pages, in numpy. torch_cuda/saliency.py computes the same."""
 
 from __future__ import annotations

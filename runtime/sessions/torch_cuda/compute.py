@@ -4,7 +4,6 @@ kernels, on the pages and CUDA graphs of a DeviceSession."""
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,24 +15,23 @@ from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies, scratch_bytes
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import (
-    Mass,
-    Observed,
-    StepInputs,
-)
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
     bytes_of,
     memory_bytes,
     tensor_of,
 )
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
-from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
-from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import (
+    CompactingSession,
+    EvictingSession,
+)
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 
 
@@ -91,8 +89,9 @@ def compute_of(
         size = room_for_copies(plan, limits, total)
     if size:
         copies = bytes_of(device.allocate(size, "room for copies of sealed pages"))
-    sinks = decoder.sinks
-    attention = Attention(library, plan, scales, bytes_of(pool), rows, copies, sinks)
+    attention = Attention.of_plan(
+        library, plan, scales, bytes_of(pool), rows, copies, decoder.sinks
+    )
     return TorchCompute(decoder, attention)
 
 
@@ -107,73 +106,27 @@ class TorchCompute:
         self.attention = attention
 
     @torch.inference_mode()
-    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        rows = tensor_of(inputs["logit_rows"])
-        mass = _mass(inputs, outputs)
+    def queue(self, step: StepArrays, outputs: Bindings) -> None:
+        inputs = TorchStep.of(step, outputs)
         layers = range(len(self.decoder.layers))
-        x = self.run(inputs, kind, layers, rows=rows, mass=mass)
+        x = self.run(inputs, layers, rows=inputs.logit_rows)
         tensor_of(outputs["logits"]).copy_(self.decoder.logits(x))
 
     def run(
         self,
-        inputs: Bindings,
-        kind: StepKind,
+        step: TorchStep,
         layers: range,
         x: Tensor | None = None,
         rows: Tensor | None = None,
-        mass: Mass | None = None,
     ) -> Tensor:
         """Queue some ``layers`` of a step: what leaves them [T, D]. ``x`` [T, D] enters
-        them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all.
-        ``mass``: what is to be filled."""
-        input_ids = tensor_of(inputs["input_ids"])
-        positions = tensor_of(inputs["positions"])
-        buckets = inputs["lengths"].shape[1]
-        step = StepInputs(
-            tensor_of(inputs["cu_seqlens_q"]),
-            tensor_of(inputs["lengths"]),
-            [tensor_of(inputs[f"page_table_{b}"]) for b in range(buckets)],
-            kind.decode,
-            kind.rows,
-            _observed(inputs) if mass is None else None,
-            kind.short,
-            kind.chunks,
-            mass,
-        )
-        spread = self.attention.spread(step, len(input_ids), layers)
+        them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all."""
+        calls = self.attention.prepare(step.attention, len(step.input_ids), layers)
         if x is None:
-            x = self.decoder.embedded(input_ids, positions)
-        attend = partial(self.attention.run, spread)
-        return self.decoder.run(x, positions, layers, attend, rows)
+            x = self.decoder.embedded(step.input_ids, step.positions)
+        attend = partial(self.attention.run, calls)
+        return self.decoder.run(x, step.positions, layers, attend, rows)
 
-    def logits(self, inputs: Bindings, x: Tensor) -> Tensor:
+    def logits(self, step: TorchStep, x: Tensor) -> Tensor:
         """[R, V] of what leaves the last layer [T, D]."""
-        return self.decoder.logits(x.index_select(0, tensor_of(inputs["logit_rows"])))
-
-
-def _observed(inputs: Bindings) -> Observed | None:
-    """The rows of a step that are observed; None where none ever is."""
-    if "observed_rows" not in inputs:
-        return None
-    return Observed(
-        tensor_of(inputs["observed_rows"]),
-        tensor_of(inputs["observed_starts"]),
-        tensor_of(inputs["positions"]),
-        inputs["query_offsets"].shape[0],
-    )
-
-
-def _mass(inputs: Bindings, outputs: Bindings) -> Mass | None:
-    """What is asked for of a step whose rows are observed to compact a prefix. Waits for
-    the GPU: the host has to know how much it reads."""
-    if "mass" not in outputs:
-        return None
-    every = tensor_of(inputs["observed_rows"]).long()
-    ends = tensor_of(inputs["observed_starts"]).tolist()
-    rows = [every[first:end] for first, end in pairwise(ends)]
-    return Mass(
-        tensor_of(outputs["mass"]),
-        tensor_of(inputs["cu_seqlens_q"]).tolist(),
-        rows,
-        tensor_of(inputs["lengths"]).tolist(),
-    )
+        return self.decoder.logits(x.index_select(0, step.logit_rows))

@@ -34,6 +34,11 @@ def memory_bytes() -> tuple[int, int]:
     return torch.cuda.mem_get_info()
 
 
+def current_stream() -> int:
+    """The cudaStream_t on which torch queues work now."""
+    return torch.cuda.current_stream().cuda_stream
+
+
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise KvlatheError(
@@ -67,8 +72,9 @@ def bytes_of(array: DeviceArray) -> Tensor:
     return array.memory.tensor[array.offset : array.offset + array.nbytes]
 
 
-def sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Numbers of the host as int64 on a device; waits for nothing."""
+def int64_on(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Numbers of the host as int64 on a device. Nothing waits: a GPU reads them from
+    pinned memory."""
     array = np.ascontiguousarray(numbers, np.int64)
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
@@ -90,7 +96,7 @@ class TorchDevice:
 
     @property
     def stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream
+        return current_stream()
 
     # -- memory ------------------------------------------------------------------------
     def allocate(self, size: int, purpose: str) -> DeviceArray:

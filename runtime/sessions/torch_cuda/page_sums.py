@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlathe.plan.page_digest import ROW_WORDS, WEIGHTS
 from kvlathe.runtime.sessions.protocols import Int64
-from kvlathe.runtime.sessions.torch_cuda.device import sent
+from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import to_host
 
 BATCH = 1 << 22
@@ -28,7 +28,7 @@ class PageSums:
 
     @cached_property
     def _weights(self) -> Tensor:
-        return sent(WEIGHTS, self._pool.device)
+        return int64_on(WEIGHTS, self._pool.device)
 
     @torch.inference_mode()
     def of(self, stride: int, pages: Sequence[int]) -> Callable[[], Int64]:
@@ -39,7 +39,7 @@ class PageSums:
         count = self._pool.numel() // stride
         table = self._pool[: count * stride].view(torch.int32)
         table = table.view(count, -1)
-        ids = sent(pages, table.device)
+        ids = int64_on(pages, table.device)
         at_once = max(1, self._batch // stride)
         parts: list[Tensor] = []
         for some in ids.split(at_once):

@@ -25,7 +25,7 @@ def eager(
 
 @settings(max_examples=100)
 @given(cases())
-def test_eager_is_plain_attention(case: Case) -> None:
+def test_the_eager_op_is_softmax_attention_in_float64(case: Case) -> None:
     """A key may round to the next half: that is all that single precision may
     change."""
     out, rows = eager(case)

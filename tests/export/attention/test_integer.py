@@ -198,7 +198,7 @@ def test_integer_products_are_the_dequantized_products_of_the_same_codes(
 
 @settings(max_examples=40)
 @given(products)
-def test_both_forms_are_the_exact_product_up_to_half_a_step_of_q_and_of_p(
+def test_integer_products_with_and_without_sums_err_by_half_a_step(
     x: Products,
 ) -> None:
     """So they differ by two half steps at most: the stored sums buy nothing but the
@@ -311,7 +311,7 @@ def test_integer_products_of_the_graph_are_too(x: Products) -> None:
 
 @settings(max_examples=40)
 @given(cases("int"))
-def test_integer_attention_is_attention(case: Case) -> None:
+def test_attention_on_codes_is_softmax_attention_within_their_steps(case: Case) -> None:
     """Rounding Q moves a score by at most half a step for each channel, rounding P an
     output by half a step."""
     out, rows = eager(case)

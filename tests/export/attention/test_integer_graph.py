@@ -177,7 +177,7 @@ def float_shapes(
     }
 
 
-def test_constant_values_come_out_as_they_are() -> None:
+def test_attention_on_codes_of_constant_values_gives_that_constant() -> None:
     """Groups without range have scale 0, and the sum of the rounded shares cancels."""
     shares = torch.from_numpy(
         np.random.default_rng(0).dirichlet(np.ones(32), (1, 2, 3)).astype(np.float32)

@@ -100,7 +100,7 @@ def test_shared_is_the_svd_of_the_stack() -> None:
     np.testing.assert_allclose(np.abs(np.sum(side.into * vectors.T, 0)), 1)
 
 
-def test_the_same_space_has_no_angle_and_a_turned_one_has_its_own() -> None:
+def test_the_principal_angle_of_a_turned_space_is_its_angle() -> None:
     basis = np.linalg.qr(np.random.default_rng(2).normal(size=(32, 32)))[0]
     mixed = basis[:, :8] @ np.linalg.qr(np.random.default_rng(3).normal(size=(8, 8)))[0]
     assert principal_angle(basis[:, :8], mixed) < 1e-7

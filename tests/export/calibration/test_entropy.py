@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.calibration import entropy
+from kvlathe.export.calibration import effective_ranks, entropy
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
-from kvlathe.export.calibration.entropy import Entropies
+from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.heads import ModelShape
@@ -34,7 +34,7 @@ def elbow(sigma: npt.NDArray[np.float64]) -> int:
     return int(entropy.elbows(torch.from_numpy(sigma)))
 
 
-ALL, TOP16 = entropy.truncation("all"), entropy.truncation("16")
+ALL, TOP16 = effective_ranks.truncation("all"), effective_ranks.truncation("16")
 
 
 def by_the_formula(x: npt.NDArray[np.float64], k: int) -> float:
@@ -50,18 +50,18 @@ def by_the_formula(x: npt.NDArray[np.float64], k: int) -> float:
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 24), (24, 40), (9, 9)])
-def test_it_is_the_papers_formula(n: int, d: int) -> None:
+def test_effective_ranks_are_the_papers_formula(n: int, d: int) -> None:
     x = np.random.default_rng(n).normal(size=(n, d)) * np.exp(-np.arange(d) / 5) + 3.0
     found = eranks(x)
     assert found[ALL] == pytest.approx(by_the_formula(x, d), rel=1e-9)
     assert found[TOP16] == pytest.approx(by_the_formula(x, 16), rel=1e-9)
     bend = elbow(spectrum(x))
-    assert found[entropy.truncation("elbow")] == pytest.approx(
+    assert found[effective_ranks.truncation("elbow")] == pytest.approx(
         by_the_formula(x, bend), rel=1e-9
     )
 
 
-def test_closed_forms() -> None:
+def test_effective_ranks_of_a_line_and_of_equal_axes_are_known() -> None:
     d = 16
     line = np.outer(
         np.linspace(-1, 1, 10), np.arange(1, d + 1)
@@ -97,19 +97,19 @@ def test_votes_count_the_upper_half_of_each_layer_or_of_all_layers() -> None:
             [[5.0, 1.0, 6.0, 2.0], [1.0, 2.0, 3.0, 4.0]],
         ]
     )
-    assert entropy.votes(ranks).tolist() == [[1, 1, 2, 0], [1, 1, 1, 1]]
+    assert effective_ranks.votes(ranks).tolist() == [[1, 1, 2, 0], [1, 1, 1, 1]]
     single = np.array([[[1.0], [4.0], [3.0], [2.0]], [[1.0], [2.0], [3.0], [4.0]]])
-    assert entropy.votes(single).tolist() == [[0], [1], [2], [1]]
-    assert entropy.votes(ranks[..., :3]).sum(-1).tolist() == [
+    assert effective_ranks.votes(single).tolist() == [[0], [1], [2], [1]]
+    assert effective_ranks.votes(ranks[..., :3]).sum(-1).tolist() == [
         2,
         2,
     ]  # of three heads, one is the upper half
 
 
 def test_a_new_layer_group_begins_where_the_rank_falls_by_more_than_epsilon() -> None:
-    assert entropy.drops([5.0, 7.0, 5.5, 5.0, 3.9, 3.9], 1.0) == [2, 4]
-    assert entropy.drops([5.0, 7.0, 5.5, 5.0, 3.9, 3.9], 1.2) == [2]
-    assert entropy.drops([1.0, 2.0, 3.0], 0.0) == []
+    assert effective_ranks.drops([5.0, 7.0, 5.5, 5.0, 3.9, 3.9], 1.0) == [2, 4]
+    assert effective_ranks.drops([5.0, 7.0, 5.5, 5.0, 3.9, 3.9], 1.2) == [2]
+    assert effective_ranks.drops([1.0, 2.0, 3.0], 0.0) == []
 
 
 def test_the_recent_share_whose_trend_follows_the_whole_wins() -> None:
@@ -120,13 +120,13 @@ def test_the_recent_share_whose_trend_follows_the_whole_wins() -> None:
     found.windows[:, :, 3] = (
         0.5 * found.keys.mean(2) + 2
     )  # any rising line of it correlates fully
-    best, each = entropy.likest_recent(found, "32")
+    best, each = effective_ranks.likest_recent(found, "32")
     assert (
-        best == entropy.RECENT[3]
+        best == effective_ranks.RECENT[3]
         and each[3] == pytest.approx(1)
         and max(each[:3] + each[4:]) < 0.99
     )
-    at = entropy.truncation("32")
+    at = effective_ranks.truncation("32")
     trend, whole = found.windows[:, :, 1, at].mean(0), found.keys[..., at].mean((0, 2))
     assert each[1] == pytest.approx(np.corrcoef(trend, whole)[0, 1])
 
@@ -177,7 +177,10 @@ def test_calibration_observes_what_transformers_computes(
                     by_the_formula(rows, 16), rel=1e-3
                 )
             seen = (
-                out.attentions[layer][0, :, -entropy.LAST :].double().numpy().sum(1)
+                out.attentions[layer][0, :, -effective_ranks.LAST :]
+                .double()
+                .numpy()
+                .sum(1)
             )  # [Hq, n]
             lanes = seen.reshape(stats.shape.kv_heads, -1, seen.shape[-1]).sum(1)
             cosine = (
@@ -187,7 +190,9 @@ def test_calibration_observes_what_transformers_computes(
                 / np.linalg.norm(lanes[1])
             )
             assert found.likeness[text, layer, 0, 1] == pytest.approx(cosine, rel=1e-4)
-            size = max(entropy.LAST, round(entropy.WINDOW * len(tokens)))
+            size = max(
+                effective_ranks.LAST, round(effective_ranks.WINDOW * len(tokens))
+            )
             kept = [sorted(np.argsort(-lane)[:size]) for lane in lanes]
             wanted = np.mean(
                 [
@@ -196,14 +201,14 @@ def test_calibration_observes_what_transformers_computes(
                 ]
             )
             assert found.windows[text, layer, 0, ALL] == pytest.approx(wanted, rel=1e-3)
-    assert entropy.lane_eranks(found, "all").shape == (
+    assert effective_ranks.lane_eranks(found, "all").shape == (
         2,
         stats.shape.layers,
         stats.shape.kv_heads,
     )
     group = stats.shape.group_size
     mean = found.queries[..., ALL].reshape(2, stats.shape.layers, -1, group).mean(-1)
-    np.testing.assert_allclose(entropy.lane_eranks(found, "all"), mean)
+    np.testing.assert_allclose(effective_ranks.lane_eranks(found, "all"), mean)
 
 
 def test_entropies_come_back_from_the_file_and_older_files_are_refused(

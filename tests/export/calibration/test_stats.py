@@ -151,7 +151,7 @@ def test_places_are_spread_over_the_served_length_in_either_half() -> None:
         assert min(half) >= 0 and max(half) + 64 <= 4096
 
 
-def test_stats_come_back_from_their_file(tmp_path: Path) -> None:
+def test_statistics_come_back_from_their_file(tmp_path: Path) -> None:
     stats = stats_cases.stats(0)
     stats.save(tmp_path / "stats.npz")
     again = Stats.load(tmp_path / "stats.npz")
@@ -163,7 +163,9 @@ def test_stats_come_back_from_their_file(tmp_path: Path) -> None:
     assert stats_cases.stats(1).digest != stats.digest
 
 
-def test_unusable_files_are_refused(tmp_path: Path) -> None:
+def test_statistics_that_are_missing_cut_or_not_finite_are_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "stats.npz"
     with pytest.raises(KvlatheError, match="cannot be read"):
         Stats.load(path)
@@ -216,7 +218,9 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon-7b", "qwen3", "phi3-longrope"])
-def test_every_family_calibrates(name: str, tmp_path: Path) -> None:
+def test_statistics_of_unlike_families_are_positive_definite(
+    name: str, tmp_path: Path
+) -> None:
     make(tmp_path, name)
     checkpoint = Checkpoint(tmp_path)
     stats = calibrate_on(checkpoint, random_sequences(97, 64, 0, 16), 0, {})

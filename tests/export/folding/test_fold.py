@@ -118,7 +118,7 @@ def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) ->
     projected=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_shape(
+def test_folding_at_full_rank_changes_no_logit_of_any_shape(
     kv_heads: int,
     group: int,
     half: int,
@@ -298,7 +298,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_transformers(
     assert (found - exact).square().mean() <= 4 * (rounded - exact).square().mean()
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_a_fold_refuses_bases_that_a_lane_cannot_have(tmp_path: Path) -> None:
     make(tmp_path, "qwen3")
     checkpoint = Checkpoint(tmp_path)
     plan = whole_plan(checkpoint.spec)
@@ -344,7 +344,7 @@ def test_refusals(tmp_path: Path) -> None:
         fold(checkpoint, foreign, Basis())
 
 
-def test_basis_round_trip(tmp_path: Path) -> None:
+def test_a_basis_comes_back_from_its_file(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     plan = whole_plan(Checkpoint(tmp_path).spec, projected=True)
     basis = random_basis(plan, 1, False)

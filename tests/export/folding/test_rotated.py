@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
-from kvlathe.engines.build import BuildRequest, rotate
+from kvlathe.engines.build import BuildConfig, rotate
 from kvlathe.export.folding.rotated import HeadRotations
 from kvlathe.export.model.checkpoint import Checkpoint
 from tests.support.checkpoints import FAMILIES
@@ -44,7 +44,7 @@ def answered(model: Any, ids: torch.Tensor) -> Any:  # noqa: ANN401
 
 def check(name: str, reference: Reference, tmp_path: Path) -> None:
     folder, model = reference(name)
-    request = BuildRequest(folder, tmp_path / "rotated", backend="hf", seed=3)
+    request = BuildConfig(folder, tmp_path / "rotated", backend="hf", seed=3)
     keys = rotate(request)
     rotated = AutoModelForCausalLM.from_pretrained(request.output_dir).eval()
     spec = Checkpoint(folder).spec
@@ -113,7 +113,9 @@ def error(values: torch.Tensor) -> float:
     return float((coded - values).norm() / values.norm())
 
 
-def test_the_command_writes_it_beside_the_tokenizer(tmp_path: Path) -> None:
+def test_a_rotated_checkpoint_is_written_beside_its_tokenizer_files(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "rotated"
     words = ["--model", str(MODEL), "--output-dir", str(target), "--backend", "hf"]
     done = CliRunner().invoke(build_command, [*words, "--json"])

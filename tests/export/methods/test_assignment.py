@@ -18,13 +18,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets import cuda
 from kvlathe.export.bases import allocate
 from kvlathe.export.methods import assignment
-from kvlathe.export.methods.assignment import Assignment, Priced
+from kvlathe.export.methods.assignment import Priced
 from kvlathe.export.methods.composition import CacheSettings
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.forms import FORMATS, PAIRS, Grid
 from kvlathe.export.search import measured
 from kvlathe.plan.layout import CacheLayout
 from tests.support.nightly import rest_nightly
-from tests.support.priced_cases import priced
+from tests.support.priced_cases import priced, shuffle
 
 FORM = CacheSettings(16)
 
@@ -165,7 +166,7 @@ def test_kernels_that_read_pairs_get_them_and_no_windows(share: float) -> None:
     found = dataclasses.replace(priced(5, windowed=False), paired=True)
     budget = found.least + int(share * (found.most - found.least))
     choice = found.chosen(budget)
-    plan, _ = measured.plan_of("auto", found, choice, FORM)
+    plan, _ = measured.plan_of(parse("auto"), found, choice, FORM)
     cuda.check_plan("cuda", plan)
     pairs = {(FORMATS[k], FORMATS[v]) for k, v in found._format_pairs}
     assert pairs == set(PAIRS) and not plan.index.sees_less
@@ -180,7 +181,7 @@ def test_a_plan_has_the_bytes_and_few_formats_and_windows(share: float) -> None:
     found = priced(3)
     budget = found.least + int(share * (found.most - found.least))
     choice = found.chosen(budget)
-    plan, _ = measured.plan_of("auto", found, choice, FORM)
+    plan, _ = measured.plan_of(parse("auto"), found, choice, FORM)
     layout, tokens = CacheLayout(plan), found.grid.tokens
     held = layout.bytes_for(tokens) + layout.page_stride[0]
     assert held == found.bytes(choice) <= budget
@@ -207,6 +208,6 @@ def test_a_lane_that_nothing_depends_on_gets_the_least() -> None:
 def test_dealing_forms_to_other_lanes_costs_the_same_bytes() -> None:
     found = priced(7)
     choice = found.chosen((found.least + found.most) // 4)
-    dealt: Assignment = choice.shuffled(np.random.default_rng(0))
+    dealt = shuffle(choice)
     assert found.bytes(dealt) == found.bytes(choice)
     assert found.lost(dealt) > found.lost(choice)

@@ -16,17 +16,18 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
+from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
-from kvlathe.engines.request import BuildRequest
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import UNCOMPRESSED, parse
 from kvlathe.export.methods.evidence import evidence
 from kvlathe.export.methods.forms import Grid
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import for_comparison, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
@@ -40,7 +41,7 @@ from kvlathe.tasks import metrics
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support import stats_cases
 from tests.support.nightly import rest_nightly
-from tests.support.priced_cases import priced
+from tests.support.priced_cases import priced, shuffle
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
@@ -54,7 +55,7 @@ def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -
     found = priced(1, rope)
     shape, tokens = found.grid.stats.shape, found.grid.tokens
     whole = 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
-    variant = measured.variant("auto", found, FORM)
+    variant = measured.variant(parse("auto"), found, FORM)
     assert variant.least < ratio < variant.most
     plan, basis = variant.at(ratio)
     assert CacheLayout(plan).bytes_for(tokens - 1) <= (1 - ratio) * whole
@@ -81,7 +82,7 @@ def test_sequences_that_were_not_examined_are_warned_of(
         found.grid, stats=dataclasses.replace(stats, shape=shape)
     )
     longer = dataclasses.replace(found, grid=grid)
-    plan, _ = measured.variant("auto", longer, FORM).at(0.8)
+    plan, _ = measured.variant(parse("auto"), longer, FORM).at(0.8)
     assert plan.notes["priced on"] == "sequences of up to 2,048 tokens"
     assert ("and serves 2,049" in str(plan.notes.get("reach"))) == warns
 
@@ -94,7 +95,7 @@ def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
     stats = stats_cases.stats(3)
     cut, found = (
         Grid(stats, 64, 7, 256).cut(side, 1, 2, rank),
-        auto.rotate(stats, Options()),
+        auto.rotate(stats, RankOptions()),
     )
     into, back = (found.b, found.a) if side == "k" else (found.a_v, found.o_v.mT)
     kept = into[1, 2][:, :rank] @ back[1, 2][:, :rank].T
@@ -173,7 +174,9 @@ def lathe() -> tuple[Checkpoint, Stats, Decoder]:
     stats = calibrate_on(
         checkpoint, [torch.tensor(ids) for ids in windows(6, 512)], 0, {}
     )
-    none = compose("none", stats.shape, True, None, Options(), CacheSettings(32))
+    none = compose(
+        UNCOMPRESSED, stats.shape, True, None, RankOptions(), CacheSettings(32)
+    )
     return checkpoint, stats, decoder_from(checkpoint, *none)
 
 
@@ -232,12 +235,12 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
     exam = search.Exam("perplexity", windows=tuple(windows(2, 512)))
     sources = measured.Sources([exam], 512, exercised=False)
     found = measured.price(checkpoint, stats, FORM, sources)
-    plan, basis = measured.variant("auto", found, FORM).at(0.75)
+    plan, basis = measured.variant(parse("auto"), found, FORM).at(0.75)
     lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]
     assert expected / 2 < lost < 2 * expected
     choice = found.chosen(int(0.25 * 2048 * 512))
-    dealt = choice.shuffled(np.random.default_rng(0))
-    worse, its_basis = measured.plan_of("auto", found, dealt, FORM)
+    dealt = shuffle(choice)
+    worse, its_basis = measured.plan_of(parse("auto"), found, dealt, FORM)
     assert CacheLayout(worse).bytes_for(512) == CacheLayout(plan).bytes_for(512)
     assert kl_of(worse, its_basis, texts) > 1.3 * lost
 
@@ -265,7 +268,7 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
     chart; asked again, nothing is scored."""
     checkpoint, stats, _ = lathe()
     found = measured.price(checkpoint, stats, FORM, brief())
-    own = measured.variant("auto", found, FORM)
+    own = measured.variant(parse("auto"), found, FORM)
     others = for_comparison(stats.shape, True, stats, FORM)
     exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
     plan, _ = search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)
@@ -317,10 +320,12 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     ids = tuple(random_sequences(spec.vocab_size, 200, 1, 200)[0].tolist())
     found = measured.price(checkpoint, stats, FORM, brief(*ids))
     assert np.isfinite(found.loss).all() and (found.loss > 0).all()
-    family = measured.variant("auto", found, FORM)
+    family = measured.variant(parse("auto"), found, FORM)
     whole = decoder_from(
         checkpoint,
-        *compose("none", spec.shape, spec.rope is not None, None, Options(), FORM),
+        *compose(
+            UNCOMPRESSED, spec.shape, spec.rope is not None, None, RankOptions(), FORM
+        ),
     )
     expected, errors = whole.logits(ids, range(200)), []
     for ratio in (family.least, (family.least + family.most) / 2, family.most):
@@ -330,8 +335,11 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     assert errors[0] < 0.01 and errors[0] < errors[2]
 
 
-def test_what_it_is_chosen_by_is_shown() -> None:
-    assert evidence("auto", stats_cases.stats(0), Options(), priced_plan()) is not None
+def test_a_plan_of_auto_shows_what_it_was_chosen_by() -> None:
+    assert (
+        evidence(parse("auto"), stats_cases.stats(0), RankOptions(), priced_plan())
+        is not None
+    )
 
 
 @pytest.mark.nightly
@@ -341,7 +349,7 @@ def test_an_engine_of_a_tiny_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
-    asked = BuildRequest(
+    asked = BuildConfig(
         reference("llama")[0],
         tmp_path / "engine",
         "auto",
@@ -359,7 +367,7 @@ def test_an_engine_of_a_tiny_model(
 
 def priced_plan() -> CompressionPlan:
     found = priced(0)
-    return measured.variant("auto", found, FORM).at(0.8)[0]
+    return measured.variant(parse("auto"), found, FORM).at(0.8)[0]
 
 
 @pytest.mark.parametrize(
@@ -370,16 +378,16 @@ def priced_plan() -> CompressionPlan:
             "auto and hack cannot be composed: auto chooses",
         ),
         ({"compression": "fdc+auto"}, "fdc and auto cannot be composed"),
-        ({"compression": "auto:bits=4"}, "auto takes none"),
+        ({"compression": "auto:bits=4"}, "of auto is unknown: it has none"),
         (
             {"compression": "auto", "removal_rate": 0.1},
             "--removal-rate cannot be used with auto",
         ),
     ],
 )
-def test_what_cannot_be_asked_of_it(
+def test_auto_refuses_options_that_it_chooses_itself(
     asked: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        accept(dataclasses.replace(BuildRequest(LATHE, tmp_path / "engine"), **asked))
+        accept(dataclasses.replace(BuildConfig(LATHE, tmp_path / "engine"), **asked))
     assert not (tmp_path / "engine").exists()

@@ -15,7 +15,8 @@ from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods import composition
 from kvlathe.export.methods.composition import compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import aligned
 from kvlathe.plan.layout import CacheLayout
@@ -28,16 +29,21 @@ from tests.support.method_cases import FORM, LOW_RANK, plan_of, seeds
 def test_composition_commutes_and_keeps_what_each_decides(
     name: str, bits: int, made_up: Stats
 ) -> None:
-    options, quantized = Options(removal_rate=0.2), f"hack:bits={bits},hadamard=none"
+    options, quantized = (
+        RankOptions(removal_rate=0.2),
+        f"hack:bits={bits},hadamard=none",
+    )
     (one, basis), (other, _) = (
-        compose(request, made_up.shape, True, made_up, options, FORM)
+        compose(parse(request), made_up.shape, True, made_up, options, FORM)
         for request in (f"{name}+{quantized}", f"{quantized}+{name}")
     )
     assert dataclasses.replace(one, compression="") == dataclasses.replace(
         other, compression=""
     )
-    ranks, exact = compose(name, made_up.shape, True, made_up, options, FORM)
-    formats, _ = compose(quantized, made_up.shape, True, None, Options(), FORM)
+    ranks, exact = compose(parse(name), made_up.shape, True, made_up, options, FORM)
+    formats, _ = compose(
+        parse(quantized), made_up.shape, True, None, RankOptions(), FORM
+    )
     assert one.lanes == ranks.lanes and one.groups == formats.groups
     assert all(
         y.a_v is not None and np.array_equal(x.a_v, y.a_v)
@@ -51,7 +57,12 @@ def test_turboquant_rotates_and_has_one_scale_a_token(
     bits: int, made_up: Stats
 ) -> None:
     plan, basis = compose(
-        f"turboquant:bits={bits}", made_up.shape, True, made_up, Options(), FORM
+        parse(f"turboquant:bits={bits}"),
+        made_up.shape,
+        True,
+        made_up,
+        RankOptions(),
+        FORM,
     )
     layout, page = CacheLayout(plan), plan.page_tokens
     for pair in matrices(layout, 1).values():
@@ -128,7 +139,7 @@ def test_a_ratio_asked_of_a_composition_counts_all_its_bytes(
     )
 
 
-def test_what_fixes_the_bytes_takes_no_ratio(made_up: Stats) -> None:
+def test_methods_that_fix_the_bytes_take_no_ratio(made_up: Stats) -> None:
     with pytest.raises(KvlatheError, match="none of its methods chooses the ranks"):
         plan_of("hack:bits=8", made_up, compression_ratio=0.5)
 
@@ -155,11 +166,11 @@ def test_a_hadamard_rotation_changes_no_product(
     stats = stats_cases.stats(3, rope=rope)
     (plan, plain), (turned_plan, turned) = (
         compose(
-            f"{request_name}+hack:hadamard={x}",
+            parse(f"{request_name}+hack:hadamard={x}"),
             stats.shape,
             rope,
             stats,
-            Options(),
+            RankOptions(),
             FORM,
         )
         for x in ("none", sides)
@@ -196,13 +207,15 @@ def test_a_hadamard_rotation_changes_no_product(
 
 def test_a_method_that_calibrates_says_so() -> None:
     with pytest.raises(KvlatheError, match="Calibrate first"):
-        compose("fdc", stats_cases.SHAPE, True, None, Options(), FORM)
+        compose(parse("fdc"), stats_cases.SHAPE, True, None, RankOptions(), FORM)
 
 
 def test_the_old_name_of_the_hadamard_rotation_still_works() -> None:
     stats = stats_cases.stats(3)
     plans = [
-        compose(f"hack:{name}=kv", stats.shape, True, stats, Options(), FORM)[0]
+        compose(
+            parse(f"hack:{name}=kv"), stats.shape, True, stats, RankOptions(), FORM
+        )[0]
         for name in ("hadamard", "spin")
     ]
     assert plans[0] == dataclasses.replace(plans[1], compression=plans[0].compression)
@@ -228,8 +241,8 @@ def test_ranks_that_stay_whole_are_said(
     stats = stats_cases.stats(
         3, dataclasses.replace(stats_cases.SHAPE, head_dim=head_dim)
     )
-    options = Options(compression_ratio=ratio)
-    plan, _ = compose(request_name, stats.shape, True, stats, options, FORM)
-    note = composition.whole_ranks_note(plan)
+    options = RankOptions(compression_ratio=ratio)
+    plan, _ = compose(parse(request_name), stats.shape, True, stats, options, FORM)
+    note = composition.whole_ranks_note(parse(request_name), plan)
     assert bool(note) == bool(said)
     assert said in note

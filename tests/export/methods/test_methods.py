@@ -12,10 +12,11 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import compose
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.evidence import evidence
+from kvlathe.export.methods.hack import HackOptions
 from kvlathe.export.methods.lowrank import best_ratio
-from kvlathe.export.methods.options import Options, parse
-from kvlathe.export.methods.registry import calibration
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.layout import CacheLayout
 from tests.support import stats_cases
 from tests.support.method_cases import FORM, LOW_RANK, plan_of
@@ -50,7 +51,7 @@ def test_a_compression_ratio_is_kept_in_bytes(
 def test_nothing_removed_is_the_uncompressed_plan(name: str, rope: bool) -> None:
     stats = stats_cases.stats(1, rope=rope)
     plan, basis = compose(
-        name, stats.shape, rope, stats, Options(removal_rate=0.0), FORM
+        parse(name), stats.shape, rope, stats, RankOptions(removal_rate=0.0), FORM
     )
     assert plan.lanes == plan_of("none", stats).lanes and not plan.index.projected
     assert all(
@@ -64,7 +65,7 @@ def test_nothing_removed_is_the_uncompressed_plan(name: str, rope: bool) -> None
 def test_without_rope_nothing_is_projected_at_run_time(name: str) -> None:
     stats = stats_cases.stats(2, rope=False)
     plan, basis = compose(
-        name, stats.shape, False, stats, Options(compression_ratio=0.4), FORM
+        parse(name), stats.shape, False, stats, RankOptions(compression_ratio=0.4), FORM
     )
     assert not plan.index.projected and {lane.rope for lane in plan.lanes} == {"none"}
     assert all(lane.input_dim == lane.rank_k for lane in plan.lanes)
@@ -113,11 +114,11 @@ def test_uniform_ranks_are_one_for_all_lanes(made_up: Stats) -> None:
 def test_the_methods_differ_where_their_papers_do(made_up: Stats) -> None:
     (_, one), (_, other) = (
         compose(
-            name,
+            parse(name),
             made_up.shape,
             True,
             made_up,
-            Options(compression_ratio=0.5, allocation="uniform"),
+            RankOptions(compression_ratio=0.5, allocation="uniform"),
             FORM,
         )
         for name in ("fdc", "zack")
@@ -129,7 +130,11 @@ def test_the_methods_differ_where_their_papers_do(made_up: Stats) -> None:
     np.testing.assert_allclose(np.abs(np.sum(ours.a_v * vectors[:32].T, 0)), 1)
     assert np.array_equal(ours.b, theirs.b)
     assert not np.allclose(ours.a_v, theirs.a_v)
-    assert (calibration("none"), calibration("fdc"), calibration("zack+none")) == (
+    assert (
+        parse("none").calibration,
+        parse("fdc").calibration,
+        parse("zack+none").calibration,
+    ) == (
         None,
         "random",
         "text",
@@ -139,7 +144,7 @@ def test_the_methods_differ_where_their_papers_do(made_up: Stats) -> None:
 def test_evidence_of_equal_halves_is_perfect(made_up: Stats) -> None:
     same = dataclasses.replace(made_up, halves=(made_up.halves[0], made_up.halves[0]))
     plan = plan_of("zack", same, compression_ratio=0.3)
-    found = evidence("zack", same, Options(), plan)
+    found = evidence(parse("zack"), same, RankOptions(), plan)
     assert found is not None and found.spectrum_k.shape == (3, 4, 64)
     assert (
         max(
@@ -150,16 +155,17 @@ def test_evidence_of_equal_halves_is_perfect(made_up: Stats) -> None:
         )
         < 1e-6
     )
-    assert evidence("none", same, Options(), plan) is None
+    assert evidence(parse("none"), same, RankOptions(), plan) is None
 
 
 def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
-    first, second = parse("Name:key=1,other=two + next")
-    assert (first.name, first.options, second.name) == (
-        "name",
-        {"key": "1", "other": "two"},
-        "next",
+    first, second = parse("HACK:bits=4,group=32 + fdc").methods
+    assert (first.name, first.written, second.name) == (
+        "hack",
+        ("bits", "group"),
+        "fdc",
     )
+    assert first.options == HackOptions(bits=4, group=32)
     written = plan_of(
         "fdc:removal_rate=0.3,basis=balanced", made_up, compression_ratio=0.1
     )
@@ -173,12 +179,12 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
     ("request_name", "message"),
     [
         ("fcd", "Did you mean fdc"),
-        ("gone", "Choose one of none, fdc, zack, hack"),
+        ("gone", "Choose one of auto, duo, fdc"),
         ("kivi:group=128", "pages of 64 tokens"),
         ("kivi+hack", "kivi and hack cannot be composed.*number format"),
-        ("fdc:rank=3", "'rank' is unknown"),
+        ("fdc:rank=3", "'rank' of fdc is unknown"),
         ("fdc:basis=ballanced", "Did you mean balanced"),
-        ("fdc:removal_rate=much", "not a number"),
+        ("fdc:removal_rate=much", "a fraction, from 0 up to 1"),
         ("fdc:removal_rate=1.5", "a fraction"),
         ("fdc:removal_rate", "cannot be read"),
         ("fdc+zack", "fdc and zack cannot be composed.*chooses the ranks"),
@@ -187,14 +193,17 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
         ("hack:bits=8,levels=normal", "4, 3 and 2 bits"),
         ("hack:levels=normal,rounding=stochastic", "codes are the nearest"),
         ("hack:bit=4", "Did you mean bits"),
-        ("fp8:bits=8", "'bits' is unknown"),
+        ("fp8:bits=8", "'bits' of fp8 is unknown"),
         ("fp8+hack", "fp8 and hack cannot be composed.*number format"),
         ("hack:group=128", "pages of 64 tokens"),
         ("hack:sums=stored,arithmetic=float", "contradicts"),
         ("hack:bits_k=16,bits_v=16", "contradicts"),
-        ("fdc+hack:bits=8,compression_ratio=0.5", "'compression_ratio' is unknown"),
+        (
+            "fdc+hack:bits=8,compression_ratio=0.5",
+            "'compression_ratio' of hack is unknown",
+        ),
         ("fdc:compression_ratio=0.99+hack:bits=8", "at most 0.9"),
-        ("none:rate=1", "'rate' is unknown"),
+        ("none:rate=1", "'rate' of none is unknown: it has none"),
         ("fdc:removal_rate=0.1,compression_ratio=0.1", "exclude each other"),
         ("fdc:compression_ratio=0.9", "at most 0.75"),
     ],

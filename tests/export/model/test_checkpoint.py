@@ -235,7 +235,7 @@ def test_a_pickle_is_never_opened(folder: Path) -> None:
     assert torch.isfinite(logits(folder)).all()
 
 
-def test_what_was_read_of_a_mapped_file_is_let_go_and_read_again(
+def test_pages_of_a_mapped_checkpoint_are_let_go_and_read_again(
     folder: Path,
 ) -> None:
     """Memory of the file falls by the tensor that was copied; a tensor that is no copy

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import ARRAYS, Stats
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU, _one_ahead, choose_device
 from kvlathe.export.search.measured import Sources, price
@@ -50,7 +51,12 @@ def plan_of(checkpoint: Checkpoint, stats: Stats) -> tuple[CompressionPlan, Basi
     shape = checkpoint.spec.shape
     has_rope = checkpoint.spec.rope is not None
     return compose(
-        COMPRESSION, shape, has_rope, stats, Options(centre=True), CacheSettings(16)
+        parse(COMPRESSION),
+        shape,
+        has_rope,
+        stats,
+        RankOptions(centre=True),
+        CacheSettings(16),
     )
 
 
@@ -63,7 +69,7 @@ def tiny(
     return Checkpoint(folder)
 
 
-def test_nothing_is_made_on_another_device(tiny: Checkpoint) -> None:
+def test_every_tensor_is_made_on_the_checkpoints_device(tiny: Checkpoint) -> None:
     sequences = random_sequences(tiny.spec.vocab_size, 96, 0, 48)
     expected = statistics(tiny, sequences)
     plan, basis = plan_of(tiny, expected)
@@ -111,7 +117,7 @@ def test_a_word_names_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(None)
 
 
-def test_one_thing_is_made_ahead_and_what_fails_is_said() -> None:
+def test_folding_makes_one_layer_ahead_and_says_what_fails() -> None:
     """The next one is begun before this one is given, and never the one after."""
     begun: list[int] = []
     finished: list[int] = []
@@ -177,7 +183,7 @@ def test_an_engine_made_on_a_gpu_answers_as_one_made_on_the_cpu(tmp_path: Path) 
     """The whole path, each with its own calibration."""
     sizes = []
     for device in ("cpu", "cuda"):
-        request = BuildRequest(
+        request = BuildConfig(
             MODEL,
             tmp_path / device,
             compression=COMPRESSION,

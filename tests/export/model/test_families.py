@@ -47,7 +47,9 @@ def some_ids(checkpoint: Checkpoint, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_identity_plan_equals_transformers(name: str, reference: Reference) -> None:
+def test_every_family_computes_what_transformers_computes(
+    name: str, reference: Reference
+) -> None:
     """Lengths on both sides of the 64 positions at which LongRoPE changes its
     factors."""
     folder, model = reference(name)
@@ -127,7 +129,9 @@ FAR = {
 
 @pytest.mark.parametrize("name", FAR)
 @pytest.mark.parametrize("start", [0, 4000, 131000])
-def test_rope_at_far_positions(name: str, start: int, tmp_path: Path) -> None:
+def test_rope_at_far_positions_is_that_of_transformers(
+    name: str, start: int, tmp_path: Path
+) -> None:
     kind, settings = FAR[name]
     model = make_model(
         tmp_path,
@@ -168,7 +172,7 @@ def test_longrope_factors_follow_max_seq_len(reference: Reference) -> None:
     )
 
 
-def test_what_longrope_computes_otherwise_than_transformers_is_said(
+def test_a_build_says_where_longrope_differs_from_transformers(
     reference: Reference,
 ) -> None:
     folder, _ = reference("phi3-longrope")
@@ -256,7 +260,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_change_the_result_is_refused(case: str, tmp_path: Path) -> None:
+def test_settings_that_would_change_what_a_model_computes_are_refused(
+    case: str, tmp_path: Path
+) -> None:
     config, said = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('the folder was executed')")

@@ -107,7 +107,7 @@ def test_only_a_head_of_its_own_can_be_adapted(
     torch.testing.assert_close(added, torch.full((width, 97), 2.0))
 
 
-def test_adapters_add_up(reference: Reference, tmp_path: Path) -> None:
+def test_several_lora_adapters_add_up(reference: Reference, tmp_path: Path) -> None:
     folder, model = reference("llama")
     first = write_adapter(tmp_path / "a", model, seed=1)
     second = write_adapter(tmp_path / "b", model, seed=2)
@@ -261,7 +261,9 @@ def test_pickles_and_folders_without_an_adapter_are_refused(
         Checkpoint(folder, adapters=[Adapter(adapter / "nowhere")])
 
 
-def test_peft_says_the_same(reference: Reference, tmp_path: Path) -> None:
+def test_a_lora_adapter_is_merged_as_peft_merges_it(
+    reference: Reference, tmp_path: Path
+) -> None:
     """Written by PEFT, and merged by PEFT."""
     peft = pytest.importorskip("peft")
     for name, ends in (("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn", "c_proj"])):

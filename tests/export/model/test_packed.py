@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest
-from kvlathe.engines.order import accept, prepare
+from kvlathe.engines.build import BuildConfig
+from kvlathe.engines.job import prepare
+from kvlathe.engines.order import accept
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -91,7 +92,7 @@ PACKINGS = st.one_of(
 
 
 @given(PACKINGS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1 << 20))
-def test_words_are_read_as_they_were_packed(
+def test_packed_words_give_the_codes_that_were_packed(
     packing: Packing, rows: int, columns: int, seed: int
 ) -> None:
     inputs, outputs = 32 * rows, 32 * columns
@@ -188,13 +189,13 @@ def keeps_its_codes(opened: Checkpoint, packing: Packing) -> None:
 
 def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, KINDS["awq"])
-    request = BuildRequest(tmp_path, tmp_path / "engine")
+    request = BuildConfig(tmp_path, tmp_path / "engine")
     job = prepare(accept(request))
-    assert job.order.request.weights == "int4"
+    assert job.order.config.weights == "int4"
     assert job.formats.maps == WeightFormat("int4", GROUP, True)
 
 
-def test_nothing_is_added_to_codes(tmp_path: Path) -> None:
+def test_a_lora_adapter_on_a_checkpoint_of_codes_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, KINDS["awq"])
     with pytest.raises(KvlatheError, match="not on their grid"):
         Checkpoint(tmp_path, adapters=[Adapter(tmp_path)])
@@ -203,8 +204,8 @@ def test_nothing_is_added_to_codes(tmp_path: Path) -> None:
 def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, KINDS["gptq"], disorder=True)
     with pytest.raises(KvlatheError, match="desc_act"):
-        prepare(accept(BuildRequest(tmp_path, tmp_path / "engine")))
-    floats = BuildRequest(tmp_path, tmp_path / "engine", weights="float32")
+        prepare(accept(BuildConfig(tmp_path, tmp_path / "engine")))
+    floats = BuildConfig(tmp_path, tmp_path / "engine", weights="float32")
     opened = prepare(accept(floats)).checkpoint
     name = "model.layers.0.mlp.down_proj.weight"
     expected = dict(model.named_parameters())[name].T
@@ -222,6 +223,6 @@ def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None
         {"quant_method": "compressed-tensors"},
     ],
 )
-def test_other_codes_are_refused(said: dict[str, Any]) -> None:
+def test_checkpoints_in_unknown_codes_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(KvlatheError, match="is quantized"):
         read_packing({"quantization_config": said})

@@ -76,7 +76,7 @@ def test_fp8_keeps_four_binary_digits(weight: Tensor) -> None:
 
 
 @given(st.integers(0, 1 << 20), FORMS, st.integers(1, 3), st.sampled_from([1, 2]))
-def test_what_lies_on_a_grid_keeps_its_codes(
+def test_weights_on_a_checkpoints_grid_keep_their_codes(
     seed: int, form: WeightFormat, groups: int, times: int
 ) -> None:
     """The grid of a checkpoint, whose groups may be larger; what is folded leaves it."""
@@ -98,7 +98,7 @@ def test_what_lies_on_a_grid_keeps_its_codes(
 
 
 @given(st.integers(1, 40), st.sampled_from([4, 8]), st.integers(0, 1 << 20))
-def test_unpacking_undoes_packing(count: int, bits: int, seed: int) -> None:
+def test_unpacking_codes_undoes_packing(count: int, bits: int, seed: int) -> None:
     torch.manual_seed(seed)
     numbers = torch.randint(0, 1 << bits, (3, count), dtype=torch.uint8)
     assert torch.equal(unpack(pack(numbers, bits), bits)[:, :count], numbers)
@@ -162,7 +162,7 @@ def test_onnx_runtime_multiplies_what_the_codes_stand_for(
 
 
 @pytest.mark.parametrize("form", [WeightFormat("int4", 64), WeightFormat("int8", 128)])
-def test_bytes_are_counted_as_they_lie(form: WeightFormat) -> None:
+def test_bytes_of_coded_weights_are_counted_as_they_lie(form: WeightFormat) -> None:
     coded = quantize(torch.randn(7, 300), form, torch.float16)
     size = coded.codes.nbytes + coded.scales.nbytes
     assert form.bytes_of(300, 7, 2) == size

@@ -58,7 +58,7 @@ def held(
         ("phi", "int4 with zeros"),
     ],
 )
-def test_it_is_the_float_model_of_what_its_codes_stand_for(
+def test_a_model_of_codes_is_the_float_model_of_what_they_stand_for(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     make(tmp_path, family)

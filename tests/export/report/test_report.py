@@ -268,7 +268,7 @@ def test_stability_is_said_in_words(missed: float, verdict: str) -> None:
     assert verdict in html and f"{100 * missed:.2f} %" in html
 
 
-def test_memory_is_shown_where_it_is_known() -> None:
+def test_the_report_shows_memory_where_it_is_known() -> None:
     data = make_data()
     rows = memory_table(CacheLayout(data.plan), 4096, 3)
     html = words(dataclasses.replace(data, memory=rows))
@@ -280,7 +280,7 @@ def test_memory_is_shown_where_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("target", [0.97, None])
-def test_a_search_shows_its_curve(target: float | None) -> None:
+def test_the_report_of_a_search_shows_its_curve(target: float | None) -> None:
     points = [{"rate": r, "removed": r, "score": 1 - r * r} for r in (0.1, 0.2, 0.3)]
     curve = {
         "metric": "retrieval",
@@ -348,7 +348,7 @@ def test_a_plan_without_calibration_says_how_to_measure() -> None:
     assert "Singular values" not in html and "kvlathe eval" in html
 
 
-def test_large_models_stay_small() -> None:
+def test_the_report_of_a_large_model_stays_small() -> None:
     plan = make_plan(
         dataclasses.replace(SHAPE, layers=80, kv_heads=8, query_heads=64, head_dim=128)
     )

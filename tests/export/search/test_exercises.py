@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import UNCOMPRESSED
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search import exercises, readings, sensitivity
@@ -28,7 +29,7 @@ TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
 def lathe() -> tuple[Decoder, list[int]]:
     checkpoint = Checkpoint(LATHE)
     shape = checkpoint.spec.shape
-    none = compose("none", shape, True, None, Options(), CacheSettings(32))
+    none = compose(UNCOMPRESSED, shape, True, None, RankOptions(), CacheSettings(32))
     encoder = tasks.FolderEncoder(LATHE)
     documents = tasks.encode_documents(encoder, tasks.read_texts(TEXT)[-40:])
     return decoder_from(checkpoint, *none), [t for ids in documents for t in ids][:6000]

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlathe.engines.planning import open_checkpoint, plan_for, resolved
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.config import BuildConfig
+from kvlathe.engines.order import accept
+from kvlathe.engines.planning import open_checkpoint, plan_for
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search import heads
@@ -41,7 +43,7 @@ def windowed(checkpoint: Checkpoint, lane: int | None) -> Decoder:
         others = set(range(shape.layers * shape.kv_heads)) - {lane}
         names = ["{}.{}".format(*divmod(i, shape.kv_heads)) for i in others]
         request = f"window:sink=64,recent=128,whole={'/'.join(names)}"
-    made = compose(request, shape, True, None, Options(), FORM)
+    made = compose(parse(request), shape, True, None, RankOptions(), FORM)
     return reading(decoder_from(checkpoint, *made))
 
 
@@ -85,10 +87,10 @@ def test_a_build_names_the_heads_and_keeps_the_request(
     also: str, tmp_path: Path
 ) -> None:
     asked = f"duo:share=0.25,sink=64,recent=128{also}"
-    request = BuildRequest(
+    request = BuildConfig(
         LATHE, tmp_path / "engine", asked, target_len=512, use_cache=False
     )
-    plan = plan_for(resolved(request), open_checkpoint(LATHE)).plan
+    plan = plan_for(accept(request), open_checkpoint(LATHE)).plan
     assert plan.compression == asked
     found = str(plan.notes["heads by measured loss"])
     assert found.startswith("window:sink=64,recent=128,whole=") and found.endswith(also)

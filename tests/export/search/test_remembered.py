@@ -13,7 +13,7 @@ from kvlathe.export.search.remembered import recall, remember
 FORMS = np.arange(12.0).reshape(3, 4)
 
 
-def test_what_was_remembered_comes_back(tmp_path: Path) -> None:
+def test_remembered_losses_come_back_in_their_order(tmp_path: Path) -> None:
     path = tmp_path / "losses" / "a.npz"
     assert recall(path, 1) is None
     remember(path, FORMS, -FORMS)

@@ -70,7 +70,7 @@ tiers = st.builds(
     st.sampled_from([16, 64]),
     st.integers(0, 99),
 )
-def test_what_is_read_back_is_what_the_codec_writes(
+def test_sealed_numbers_in_torch_are_those_of_the_codec(
     tier: Tier, rank_k: int, rank_v: int, page: int, seed: int
 ) -> None:
     plan, rng = one_lane(tier, rank_k, rank_v, page, seed), np.random.default_rng(seed)

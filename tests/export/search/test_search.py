@@ -20,7 +20,8 @@ from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import compose
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.compression import UNCOMPRESSED, parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import exams, search
@@ -31,7 +32,7 @@ from tests.support.method_cases import FORM, LATHE
 
 
 @given(st.floats(0, 1), st.floats(0.1, 0.9), st.one_of(st.none(), st.floats(-0.1, 1.1)))
-def test_bisection_finds_the_edge(
+def test_bisection_finds_the_largest_ratio_that_keeps_the_accuracy(
     edge: float, most: float, guess: float | None
 ) -> None:
     """Wherever it begins."""
@@ -106,7 +107,9 @@ def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) 
         assert len(again.asked) == 11 - needed <= len(first.asked)
 
 
-def test_a_plan_that_was_left_is_read_again_once_it_may_do(tmp_path: Path) -> None:
+def test_a_plan_left_early_is_scored_again_for_a_weaker_accuracy(
+    tmp_path: Path,
+) -> None:
     """By what a weaker accuracy needs; and then no more. Scored whole, it was not left."""
     made = tuple(tasks.Question((5,) * (20 - i), (7,)) for i in range(10))
     exam = exams.Exam("retrieval", made)
@@ -149,8 +152,8 @@ def searched(
     kept: Path | None = None,
 ) -> tuple[CompressionPlan, Basis]:
     checkpoint, stats = lathe
-    options = Options(basis="balanced")
-    found = variants(request, stats.shape, stats.rope, stats, options, FORM)
+    options = RankOptions(basis="balanced")
+    found = variants(parse(request), stats.shape, stats.rope, stats, options, FORM)
     return search.search(
         checkpoint, found, accuracy, exam, (stats.digest, options, FORM), kept
     )
@@ -179,7 +182,8 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     curve = plan.notes["curve"]
     whole = search.TorchOracle(
         decoder_from(
-            lathe[0], *compose("none", plan.model, True, None, Options(), FORM)
+            lathe[0],
+            *compose(UNCOMPRESSED, plan.model, True, None, RankOptions(), FORM),
         )
     )
     said = [search.says(whole, window) for window in exam.windows]
@@ -211,7 +215,12 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(
     checkpoint, stats = lathe
     form = dataclasses.replace(FORM, page_tokens=32, prefill_chunk=32)
     found = variants(
-        "hack:group=32,arithmetic=float", stats.shape, True, None, Options(), form
+        parse("hack:group=32,arithmetic=float"),
+        stats.shape,
+        True,
+        None,
+        RankOptions(),
+        form,
     )
     names = [family.name for family in found]
     assert names == [
@@ -243,7 +252,11 @@ def test_accuracy_out_of_reach_names_the_best_there_is(
 @pytest.mark.parametrize(
     "request_name", ["fdc", "fdc+hack:bits=4", "hack", "zack+hack"]
 )
-def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
-    for family in variants(request_name, made_up.shape, True, made_up, Options(), FORM):
+def test_plans_of_a_method_remove_the_bytes_that_were_asked(
+    request_name: str, made_up: Stats
+) -> None:
+    for family in variants(
+        parse(request_name), made_up.shape, True, made_up, RankOptions(), FORM
+    ):
         for ratio in {family.least, (family.least + family.most) / 2, family.most}:
             assert removed(family.plan(ratio)[0], FORM.bits) >= ratio - 1e-9

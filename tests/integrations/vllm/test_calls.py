@@ -18,6 +18,7 @@ from kvlathe.plan.codec import matrices
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import find
+from tests.support.block_caches import block_cache
 from tests.support.block_cases import plan_of
 
 torch = pytest.importorskip("torch")
@@ -140,11 +141,7 @@ def join(
 def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
     """Random steps of at most MOST sequences; all that were played."""
     random = np.random.default_rng(seed)
-    block = engine.blocks[LAYER]
-    size = BLOCKS * block.block_bytes
-    room = torch.full((size + 128,), 255, dtype=torch.uint8)
-    start = -room.data_ptr() % 128
-    cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
+    cache = block_cache(engine.blocks[LAYER], BLOCKS, fill=255)
     layer = CpuLayer(engine, LAYER, cache, Most(MOST, MOST * 5 * PAGE, 5 * PAGE), SCALE)
     calls = Calls(engine.plan, MOST)
     free = [int(x) for x in random.permutation(np.arange(1, BLOCKS))]
@@ -198,7 +195,7 @@ def run_step(
     made = calls.of(step)
     again = Step(starts.copy(), lengths.copy(), table.copy())
     assert calls.of(again) is made
-    o = layer.run(q, k, v, made, None, 0.0).double().numpy()
+    o = layer.run(q, k, v, made).double().numpy()
     for one, at, first in zip(running, rows, starts, strict=False):
         one.o[at] = o[first : first + at.stop - at.start]
         one.done = at.stop

@@ -7,8 +7,8 @@ No GPU is needed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from ctypes import Array
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import (  # noqa: E402
 )
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
-from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary  # noqa: E402
+from kvlathe.runtime.native.cuda import CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda.attention import attend  # noqa: E402
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Spread, StepInputs  # noqa: E402
+from kvlathe.runtime.sessions.torch_cuda.attention.spread import LayerCalls, Spread  # noqa: E402
+from kvlathe_vllm import block_attention  # noqa: E402
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
-from kvlathe_vllm import gpu_step  # noqa: E402
 from kvlathe_vllm.block_attention import BlockAttention, Rooms  # noqa: E402
 from kvlathe_vllm.calls import Calls, Step, is_decode  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
@@ -38,6 +38,7 @@ from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.layer import Most  # noqa: E402
 from tests.integrations.vllm import test_calls as played  # noqa: E402
 from tests.native_cpu.test_many_buckets import on_128  # noqa: E402
+from tests.support.block_caches import block_cache  # noqa: E402
 from tests.support.block_cases import plan_of  # noqa: E402
 from tests.support.emulated import AttentionLibrary, emulated_kernels  # noqa: E402
 
@@ -55,11 +56,10 @@ class HostAttention(BlockAttention):
         self,
         library: CudaLibrary,
         layer: CudaLayer,
-        scale: float,
         most: Most,
         rooms: Rooms,
     ) -> None:
-        super().__init__(library, layer, scale, most, rooms)
+        super().__init__(library, layer, most, rooms)
         self.workspace = on_128(self.workspace)
         self.layer = layer
 
@@ -67,15 +67,11 @@ class HostAttention(BlockAttention):
     def tiled(self) -> bool:
         return False
 
-    def _list_size(self, step: StepInputs, tokens: int) -> int:
-        return 0
-
-    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
-        calls = super()._calls(spread, tokens)
-        if len(calls):
-            spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
-            calls[0].plan = spread.plan[0].data_ptr()
-        return calls
+    def calls_of(self, spread: Spread, layers: Sequence[int]) -> LayerCalls:
+        calls = super().calls_of(spread, layers)
+        plan = on_128(calls.plan.zero_()).view(calls.plan.shape)
+        calls.calls[0].plan = plan[0].data_ptr()
+        return dataclasses.replace(calls, plan=plan)
 
     def _append(self, *given: Any, **named: Any) -> None:  # noqa: ANN401
         """One piece of work, which reads what a kernel would read."""
@@ -208,10 +204,9 @@ def library(
         arrays.append(array)
         return ctypes.c_void_p(ctypes.addressof(cast(ctypes.Structure, array)))
 
-    monkeypatch.setattr(attend, "_address", address_of)
-    monkeypatch.setattr(attend, "_stream", lambda: 0)
-    for module in (on_gpu, gpu_step):
-        monkeypatch.setattr(module, "stream", lambda: 0)
+    monkeypatch.setattr(attend, "address", address_of)
+    for module in (attend, block_attention, on_gpu):
+        monkeypatch.setattr(module, "current_stream", lambda: 0)
     monkeypatch.setattr(on_gpu, "BlockAttention", HostAttention)
     monkeypatch.setattr(played, "PAGE", PAGE)
     monkeypatch.setattr(played, "drawn_inputs", halves)
@@ -285,7 +280,7 @@ class Graph:
 
     def _run(self) -> Tensor:
         call = self.call
-        return self.layer.run(self.q, self.k, self.v, call, None, 0.0)
+        return self.layer.run(self.q, self.k, self.v, call)
 
     def _send(self, running: list[played.Sequence], ends: list[int]) -> None:
         """Sequences that are missing are padding: in rehearsals they have a row each,
@@ -315,11 +310,7 @@ class Graph:
 
 
 def cache_of(engine: Hosted, layer: int) -> Tensor:
-    block = engine.blocks[layer]
-    size = BLOCKS * block.block_bytes
-    room = torch.full((size + 128,), 255, dtype=torch.uint8)
-    start = -room.data_ptr() % 128
-    return room[start : start + size].view(BLOCKS, 1, PAGE, -1)
+    return block_cache(engine.blocks[layer], BLOCKS, fill=255)
 
 
 def test_a_graph_of_a_decode_step_gives_what_its_sequences_give_alone(

@@ -15,6 +15,7 @@ from kvlathe.runtime.native.library import Native, find  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.layer import Most  # noqa: E402
+from tests.support.block_caches import block_cache  # noqa: E402
 from tests.support.block_cases import plan_of  # noqa: E402
 from tests.support.host_device import HostLibrary  # noqa: E402
 
@@ -42,10 +43,7 @@ def calls_of_a_layer(native: Native, layers: int) -> Counter[str]:
     """What the last of so many layers asks of the library when it is made."""
     engine = Hosted(Path("engine"), plan_of(PAGE, layers=layers), {})
     last = layers - 1
-    size = BLOCKS * engine.blocks[last].block_bytes
-    room = torch.zeros(size + 128, dtype=torch.uint8)
-    start = -room.data_ptr() % 128
-    cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
+    cache = block_cache(engine.blocks[last], BLOCKS)
     library = CountingLibrary(native)
     most = Most(2, 2 * PAGE, 2 * PAGE)
     CudaLayer(engine, last, cache, most, 1.0, torch.float16, library)

@@ -29,7 +29,7 @@ from kvlathe.tasks.tasks import FolderEncoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from kvlathe.engines.build import BuildRequest, build  # noqa: E402
+from kvlathe.engines.build import BuildConfig, build  # noqa: E402
 from kvlathe.plan.engine_folder import open_engine  # noqa: E402
 from kvlathe_vllm.dealt import Dealt  # noqa: E402
 from kvlathe_vllm.hosted import open_hosted  # noqa: E402
@@ -161,7 +161,7 @@ def prompts() -> list[Ids]:
 
 def built(folder: Path, compression: str, backend: str, model: Path = MODEL) -> Path:
     rate = 0.15 if "fdc" in compression else None
-    request = BuildRequest(
+    request = BuildConfig(
         model,
         folder / backend,
         compression,

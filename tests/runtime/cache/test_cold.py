@@ -62,7 +62,7 @@ def test_a_page_comes_back_to_the_bit(
 
 @settings(max_examples=100)
 @given(places, st.data())
-def test_what_nobody_encoded_is_refused_or_is_a_page(
+def test_bytes_that_nobody_encoded_are_refused_or_are_a_page(
     place: tuple[str, int], data: st.DataObject
 ) -> None:
     """Bytes that were changed or cut never end the process, nor give another size."""

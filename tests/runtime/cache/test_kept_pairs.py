@@ -66,7 +66,9 @@ def test_everything_stays_where_all_is_to_be_kept(
 
 
 @given(seed=seeds, keeps=st.tuples(keeps, keeps).map(sorted))
-def test_what_stays_of_less_stays_of_more(seed: int, keeps: list[float]) -> None:
+def test_pairs_kept_at_a_smaller_share_are_kept_at_a_larger_one(
+    seed: int, keeps: list[float]
+) -> None:
     given_scores = scores((1, 2, 1), 96, seed)
     less, more = (kept_places(given_scores, keep, 16) for keep in keeps)
     for few, many in zip(less, more, strict=True):

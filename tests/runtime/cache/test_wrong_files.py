@@ -218,7 +218,7 @@ def test_a_folder_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> N
         DiskStore(tmp_path, BIG, ORIGIN)
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+def test_a_block_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
     """A pipe would block the engine for ever; a link leads elsewhere."""
     store = DiskStore(tmp_path, BIG, ORIGIN)
     store.put(KEY, PAGE)
@@ -246,7 +246,7 @@ def test_a_file_that_is_too_large_is_not_read(
     assert store.get(KEY) is None and not store._path(KEY).exists()
 
 
-def test_what_came_back_from_disk_is_on_the_host(tmp_path: Path) -> None:
+def test_a_prefix_that_came_back_from_disk_is_on_the_host(tmp_path: Path) -> None:
     with storing("sealed", None, tmp_path) as first:
         evicted(first, SHORT)
     engine = storing("sealed", BIG, tmp_path)

@@ -52,7 +52,7 @@ def test_a_model_guesses_right_for_itself(
     assert accepted == drafted > 400
 
 
-def test_what_is_not_guessed_well_is_tried_now_and_then() -> None:
+def test_a_draft_model_that_guesses_badly_is_tried_now_and_then() -> None:
     model = DraftModel(engine_for("sealed", 400))
     engine = engine_for("sealed", 400)
     sequence = sequence_for(engine, [1, 2, 3], 90)

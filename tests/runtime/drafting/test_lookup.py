@@ -62,7 +62,7 @@ def test_tokens_that_come_in_any_pieces_are_looked_up_alike(
     assert lookup.draft({grown: 5}) == lookup.draft({known: 5})
 
 
-def test_what_was_right_is_expected_to_be_right() -> None:
+def test_prompt_lookup_learns_how_often_guesses_are_right() -> None:
     """Learnt from guesses that no row was spent on."""
     engine = engine_for("one", 400)
     lookup = PromptLookup()

@@ -81,7 +81,7 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_changes_where_all_pairs_stay(kind: str) -> None:
+def test_compacting_nothing_changes_no_answer(kind: str) -> None:
     engine, ids = sharing(kind), prompt()
     rows = range(PREFIX, len(ids))
     expected = sharing(kind).generate([ids], PARAMS)[0]
@@ -95,7 +95,7 @@ def test_nothing_changes_where_all_pairs_stay(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_share_the_pages_and_go_on_from_their_true_position(kind: str) -> None:
+def test_requests_share_a_compacted_prefix_and_keep_their_position(kind: str) -> None:
     engine, ids = sharing(kind), prompt()
     engine.compact(ids[:PREFIX], 0.5)
     held = engine.pool.bytes_in_use
@@ -176,7 +176,9 @@ def test_a_compaction_that_finds_no_room_gives_everything_back() -> None:
         ("compacted", PREFIX, 0.0, "a share"),
     ],
 )
-def test_refusals(kind: str, tokens: int, keep: float | None, said: str) -> None:
+def test_compaction_refuses_plans_lengths_and_shares_that_it_cannot_take(
+    kind: str, tokens: int, keep: float | None, said: str
+) -> None:
     engine = sharing(kind)
     with pytest.raises(KvlatheError, match=said):
         engine.compact(prompt()[:tokens], keep)

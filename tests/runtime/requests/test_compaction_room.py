@@ -50,7 +50,7 @@ class Starved:
 
 
 @pytest.mark.parametrize("mebibytes", [8, pytest.param(10, marks=pytest.mark.nightly)])
-def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
+def test_others_wait_for_the_room_of_a_compaction_and_end(mebibytes: int) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with cache_of("compacted", mebibytes << 20) as llm:
         others = [llm.sequence(list(text(300, 100 * i)), params) for i in range(4)]
@@ -61,7 +61,7 @@ def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
         assert llm.engine.scheduler.preemptions > 0
 
 
-def test_what_cannot_fit_is_refused_before_anybody_leaves() -> None:
+def test_a_compaction_that_cannot_fit_preempts_nobody() -> None:
     with cache_of("sealed compacted", 8 << 20) as llm:
         assert llm.pool.has_room_for(3000, 3000)  # quantized it would fit
         with pytest.raises(KvlatheError, match=r"unquantized.*8,388,608"):
@@ -105,7 +105,7 @@ def test_the_instruction_has_no_beginning_of_text() -> None:
 @pytest.mark.parametrize(
     ("kind", "affordable"), [("compacted", 90), ("sealed compacted", 200)]
 )
-def test_short_of_memory_its_steps_are_smaller_and_nobody_elses(
+def test_a_compaction_short_of_memory_takes_smaller_steps_alone(
     kind: str, affordable: int
 ) -> None:
     """What stays is what stays where there is room."""
@@ -130,7 +130,7 @@ def test_short_of_memory_its_steps_are_smaller_and_nobody_elses(
     np.testing.assert_allclose(scarce.scores, plenty.scores, rtol=1e-4, atol=1e-6)
 
 
-def test_what_finds_no_memory_for_a_page_fails_in_words_and_disturbs_nobody() -> None:
+def test_a_compaction_without_memory_for_a_page_fails_alone() -> None:
     with cache_of("compacted", 1 << 24) as llm:
         starved, ids = Starved(llm, 63), list(text(512))
         with pytest.raises(OutOfMemory, match=r"prefix of 512 tokens: CUDA out of"):
@@ -141,7 +141,7 @@ def test_what_finds_no_memory_for_a_page_fails_in_words_and_disturbs_nobody() ->
         assert llm.compact(ids, 0.5).tokens == 512
 
 
-def test_its_steps_are_no_larger_than_those_of_others_may_be() -> None:
+def test_steps_of_a_compaction_are_no_larger_than_the_schedulers() -> None:
     with cache_of("compacted", 1 << 24) as llm:
         starved = Starved(llm, 1024)
         llm.engine.scheduler.room.failed(200)

@@ -181,7 +181,7 @@ def test_a_fault_of_the_thread_reaches_every_caller(
         engine.logits(PROMPTS[0], [3])
 
 
-def test_what_a_failing_step_had_ended_is_told_of(
+def test_answers_that_ended_before_a_failing_step_are_delivered(
     engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = engine.sequence(PROMPTS[0], LONG)

@@ -231,7 +231,7 @@ def test_a_prefix_is_its_tenants_alone() -> None:
         source.exchange.export_prefix(prompt, b"tenant")
 
 
-def test_what_was_told_there_is_not_told_again() -> None:
+def test_a_moved_sequence_streams_only_what_was_not_streamed() -> None:
     prompt = list(text(90))
     with llm("torch", "sealed") as source, llm("torch", "sealed") as target:
         expected = source.generate([prompt], SAMPLED)[0]

@@ -19,7 +19,7 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from kvlathe.runtime.scheduling.step_room import PATIENCE
+from kvlathe.runtime.scheduling.step import PATIENCE
 from kvlathe.runtime.sessions.protocols import StepPlan
 from tests.support.fake_session import FakeSession, SamplesThere, solo
 from tests.support.nightly import rest_nightly
@@ -146,7 +146,7 @@ def test_who_finds_no_memory_alone_is_refused_and_nobody_else() -> None:
     assert not engine.pool.bytes_in_use and not engine.scheduler.running
 
 
-def test_what_failed_has_left_memory_before_less_of_it_is_tried() -> None:
+def test_a_failed_step_has_left_memory_before_a_smaller_one_is_tried() -> None:
     """An error's traceback holds the arrays of the frames that it passed."""
     engine = engine_for("one", 600)
     session: object = engine.session
@@ -321,7 +321,7 @@ def test_swapping_that_fails_leaves_the_pool_whole() -> None:
 
 # -- admission control -----------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_foreseen_with_full_answers_is_never_preempted(kind: str) -> None:
+def test_requests_foreseen_with_full_answers_are_never_preempted(kind: str) -> None:
     """Answers that take all they may, in the lockstep that is assumed: the fullest
     moment is an upper bound."""
     random = np.random.default_rng(3)

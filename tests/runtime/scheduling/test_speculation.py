@@ -180,7 +180,7 @@ def test_costs_are_learnt_from_steps(
     assert costs.times(1, 1) == np.inf, "what a step takes without is to be seen again"
 
 
-def test_what_follows_a_step_with_rows_is_a_price_of_them() -> None:
+def test_time_after_a_step_with_guesses_is_a_price_of_guesses() -> None:
     """A host that prepares steps ahead cannot where a step waits for its tokens. And
     what rows cost in a small step says nothing of a large one."""
     kept, paid = RowCosts(), RowCosts()

@@ -440,7 +440,7 @@ def test_when_pages_seal_does_not_depend_on_the_schedule(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_sequence_is_told_does_not_depend_on_its_neighbours(
+def test_answers_of_sealed_plans_do_not_depend_on_neighbours(
     backend: str,
 ) -> None:
     """Also where rounding is stochastic: noise goes by the token's place in its own

@@ -140,7 +140,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_cannot_be_compiled_is_refused_in_a_line(name: str) -> None:
+def test_structures_that_cannot_be_compiled_are_refused_in_a_line(name: str) -> None:
     with pytest.raises(StructureError) as refused:
         guides().guide(UNKNOWN[name])
     assert refused.value.reason and "\n" not in str(refused.value)

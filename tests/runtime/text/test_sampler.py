@@ -324,7 +324,7 @@ def test_penalties_and_biases_change_the_likeliest_token() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(batches, min_size=1, max_size=3), st.lists(st.integers(0, 2)))
-def test_what_stays_from_step_to_step_changes_no_row(
+def test_sampling_rows_kept_from_step_to_step_are_those_made_anew(
     parts: list[list[Request]], turns: list[int]
 ) -> None:
     rows = StepRows()

@@ -81,7 +81,7 @@ def test_numpys_numbers_become_pythons() -> None:
     assert SamplingParams(**given).temperature == 0.5
 
 
-def test_nothing_is_answered_only_where_the_prompt_is_reported() -> None:
+def test_zero_new_tokens_are_allowed_only_with_prompt_logprobs() -> None:
     assert SamplingParams(max_new_tokens=0, prompt_logprobs=0).max_new_tokens == 0
     with pytest.raises(KvlatheError, match="max_new_tokens is 0"):
         SamplingParams(max_new_tokens=0)

@@ -45,13 +45,13 @@ WRONG_TEXT: Any = b"a"
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_structure_or_too_large_is_refused_in_words(name: str) -> None:
+def test_wrong_or_too_large_structures_are_refused_in_words(name: str) -> None:
     with pytest.raises(KvlatheError) as refused:
         WRONG[name]()
     assert refused.value.fact and refused.value.reason and refused.value.remedy
 
 
-def test_ordinary_multiples_are_taken() -> None:
+def test_structures_take_ordinary_multiples_of_numbers() -> None:
     for multiple in (1, 7, 100, 0.01, 0.5, 2.5, 1e-3):
         schema = {"type": "number", "multipleOf": multiple}
         assert json.loads(Structure.json(schema).text) == schema
@@ -62,7 +62,7 @@ def test_multiples_of_several_numbers_are_taken() -> None:
     assert json.loads(Structure.json(schema).text) == schema
 
 
-def test_parameters_take_structures_alone() -> None:
+def test_sampling_parameters_take_only_structures() -> None:
     wrong: Any = {"type": "object"}
     with pytest.raises(KvlatheError, match=r"Structure.json\(\)"):
         SamplingParams(structure=wrong)
@@ -70,5 +70,5 @@ def test_parameters_take_structures_alone() -> None:
     assert not SamplingParams().looks_back
 
 
-def test_literals_are_no_syntax() -> None:
+def test_literals_in_a_structure_are_escaped() -> None:
     assert literal("a.é\n") == "a\\x{2E}é\\x{A}"

@@ -35,7 +35,7 @@ def trial(seconds: float = SLOW) -> Trials:
     return Trials({**setup, "limits": LIMITS}, seconds)
 
 
-def test_what_is_too_much_ends_the_process_and_the_next_one_goes_on() -> None:
+def test_a_structure_that_is_too_large_ends_only_its_trial() -> None:
     tried = trial(LONG)
     hungry, plain = source_of(HUNGRY), source_of(Structure.regex("[ab]{3}"))
     assert tried.reason(plain) == ""
@@ -68,7 +68,7 @@ def test_nobody_waits_for_a_structure_that_takes_long() -> None:
         assert isinstance(waiting.exception(10), EngineStopped)
 
 
-def test_what_was_refused_is_refused_at_once() -> None:
+def test_a_structure_refused_once_is_refused_without_a_trial() -> None:
     guides = Guides(Tokenizer(MODEL), VOCABULARY)
     with pytest.raises(StructureError, match="compiling it takes more") as refused:
         guides.guide(HUNGRY)

@@ -236,7 +236,7 @@ Node::Node(std::vector<int32_t> table, float scale)
   const TableHeader& t = layer.head;
   require(is_half(t.hot_bits) && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
-          "float16 --kv_bits 16");
+          "float16 --kv-bits 16");
   check_bucket_count(int64_t(parts.size()));
   check_lane_count(t.lanes);
 }

@@ -75,55 +75,23 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   SoftmaxState<kSteps, kFill> state;
   state.clear();
   Slab slab;  // of the run being attended
-  Turn turn;
-  int part = -1;  // of the run being attended
-  producer.park(turn);
-  for (;;) {  // as in attend_decode
-    producer.take_up();
-    producer.fill(early);
-    if (early) {
-      start();
-      producer.fetch_first_queries();
-      early = false;
+  const auto ended = [&] {
+    end_span<E>(p, state, lone);
+    state.clear();
+  };
+  const auto take = [&](Turn& turn, int part, const HeadParams<kParts>& at, uint32_t queries) {
+    if (is_quantized(turn.bits)) {
+      slab.set<kBits, kFill>(p, turn.head, part);
+      producer.keep(slab);
+      quantize_queries<E, kBits, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                        p.scale_log2);
+    } else {
+      for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+        store_word(codes + i, load_word(queries + i));
     }
-    producer.recall(turn);
+  };
+  const auto attend = [&](Turn& turn, int now) {
     auto& [unit, last, head, length, units, bytes, bits] = turn;
-    if (unit >= last) {  // the next run
-      if (++part == kParts) {
-        producer.park(turn);
-        end_span<E>(p, state, lone);
-        state.clear();
-        part = 0;
-        producer.take_up();
-      }
-      if (!lone.walk.valid) break;
-      head = lone.walk.span.head;
-      const HeadParams<kParts>& at = p.head[head];
-      const Run run(p, lone.walk.span, part);
-      const int room = ring_room(query_bytes(p, at));
-      units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first, last = run.last, length = run.length;
-      if (unit < last) {
-        bytes = pinned(producer.room_of(at.lane[part]));
-        bits = pinned(p.part[part].bits);
-        const uint32_t queries = ring.wait_oldest(room);
-        if (is_quantized(bits)) {
-          slab.set<kBits, kFill>(p, head, part);
-          producer.keep(slab);
-          quantize_queries<E, kBits, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
-                                            p.scale_log2);
-        } else {
-          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
-            store_word(codes + i, load_word(queries + i));
-        }
-        fence_for_bulk_copies();  // which fill the queries' room next
-        ring.drop_oldest(room);
-      }
-      producer.park(turn);
-      continue;
-    }
-    const int now = unit;
-    unit += units;
     if (is_half(bits)) {
       const uint32_t tile = ring.wait_oldest(bytes);
       const int rows = min(units * kRowTokens, length - now * kRowTokens);
@@ -144,7 +112,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       else
         attend_pages<kBits, false>(state, slab, tile, codes, p.page_tokens, rows);
     }
-  }
+  };
+  attend_in_turns<true>(p, producer, ring, lone.walk, early, start, ended, take, attend);
   if (lone.ending.there) end_pair<E, kSteps, kFill>(p, lone.ending);
 }
 

@@ -66,60 +66,35 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
   UnseenTail unseen;
-  Turn turn;
-  int part = -1;  // of the run being attended
-  producer.park(turn);
-  for (;;) {  // as in attend_decode
-    producer.take_up();
-    producer.fill(false);
-    producer.recall(turn);
-    auto& [unit, last, head, length, units, bytes, bits] = turn;
-    if (unit >= last) {  // the next run
-      if (++part == kParts) {
-        producer.park(turn);
-        finish<E, true>(p, states, buffer, block, crew);
-        for (auto& state : states) state.clear();
-        part = 0;
-        producer.take_up();
-      }
-      if (!block.walk.valid) break;
-      head = block.walk.span.head;
-      const auto& at = p.head[head];
-      const Run run(p, block.walk.span, part);
-      const int room = ring_room(query_bytes(p, at));
-      units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
-      if (unit < last) {
-        bytes = pinned(producer.room_of(at.lane[part]));
-        bits = kQuantized ? pinned(p.part[part].bits) : 16;
-        const int columns = columns_of(p, head, rows_in(length));
-        const uint32_t queries = ring.wait_oldest(room);
-        if constexpr (kQuantized) {
-          if (is_quantized(bits)) {
-            slab.set<kBits, 1>(p, head, part);
-            producer.keep(slab);
+  const auto start = [] {};  // nothing is early here
+  const auto ended = [&] {
+    finish<E, true>(p, states, buffer, block, crew);
+    for (auto& state : states) state.clear();
+  };
+  const auto take = [&](Turn& turn, int part, const auto& at, uint32_t queries) {
+    const int columns = columns_of(p, turn.head, rows_in(turn.length));
+    if constexpr (kQuantized) {
+      if (is_quantized(turn.bits)) {
+        slab.set<kBits, 1>(p, turn.head, part);
+        producer.keep(slab);
 #pragma unroll 1
-            for (int t = 0; t < kStates; ++t)
-              quantize_queries<E, kBits, 1>(
-                  codes + t * codes_bytes(1, at.rank_k, slab.groups.count),
-                  queries + t * kMaxGroup * at.rank_k * 2, columns - t * kMaxGroup, at.rank_k,
-                  slab.groups, p.scale_log2);
-          } else {
-            for (int i = threadIdx.x % 32 * 4; i < columns * at.rank_k * 2; i += 128)
-              store_word(codes + i, load_word(queries + i));
-          }
-        } else {
-          lane16.set(queries, columns, at.rank_k, at.rank_v);
-          unseen.set(length, first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
-        }
-        if (kQuantized) fence_for_bulk_copies();  // which fill the queries' room next
-        ring.drop_oldest(room);
+        for (int t = 0; t < kStates; ++t)
+          quantize_queries<E, kBits, 1>(codes + t * codes_bytes(1, at.rank_k, slab.groups.count),
+                                        queries + t * kMaxGroup * at.rank_k * 2,
+                                        columns - t * kMaxGroup, at.rank_k, slab.groups,
+                                        p.scale_log2);
+      } else {
+        for (int i = threadIdx.x % 32 * 4; i < columns * at.rank_k * 2; i += 128)
+          store_word(codes + i, load_word(queries + i));
       }
-      producer.park(turn);
-      continue;
+    } else {
+      lane16.set(queries, columns, at.rank_k, at.rank_v);
+      unseen.set(turn.length, first_column(p, turn.head) + threadIdx.x % 4 * 2, p.group_size);
     }
-    const int now = unit, tokens = tokens_in(length);
-    unit += warps * units;
+  };
+  const auto attend = [&](Turn& turn, int now) {
+    auto& [unit, last, head, length, units, bytes, bits] = turn;
+    const int tokens = tokens_in(length);
     if constexpr (!kQuantized) {
       const uint32_t tile = ring.wait_oldest(bytes);
       attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - now * kRowTokens,
@@ -148,7 +123,8 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
       else
         attend_pages<kBits, false>(states, slab, tile, codes, p.page_tokens, rows);
     }
-  }
+  };
+  attend_in_turns<kQuantized>(p, producer, ring, block.walk, false, start, ended, take, attend);
   if (block.ending.there)
     finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);
 }

@@ -11,7 +11,7 @@
 
 #include "cuda/decode/attend_codes.cuh"
 #include "cuda/decode/finish.cuh"
-#include "cuda/decode/producer.cuh"
+#include "cuda/decode/turns.cuh"
 
 namespace kvlathe::cuda {
 
@@ -113,64 +113,33 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   state.clear();
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
-  Turn turn;
-  int part = -1;  // of the run being attended
-  producer.park(turn);
-  // One loop with one copy of the producer in it. A second copy would not fit the instruction
-  // caches, which costs more than another turn of the loop.
-  for (;;) {
-    producer.take_up();
-    producer.fill(early);
-    if (early) {
-      wait_for_previous_kernel();
-      if (plan.some_empty) write_empty<E>(p, crew);
-      producer.fetch_first_queries();
-      early = false;
+  const auto start = [&] {
+    wait_for_previous_kernel();
+    if (plan.some_empty) write_empty<E>(p, crew);
+  };
+  const auto ended = [&] {
+    finish<E>(p, state, buffer, block, crew);
+    state.clear();
+  };
+  const auto take = [&](Turn& turn, int part, const HeadParams<kParts>& at, uint32_t queries) {
+    if (is_quantized(turn.bits)) {
+      with_width<kBits>(turn.bits, [&](auto constant) {
+        constexpr int kWidth = decltype(constant)::value;
+        slab.set<kWidth, kFill>(p, turn.head, part);
+        producer.keep(slab);
+        quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                           p.scale_log2);
+      });
+    } else if (kQuantized) {
+      // In shared memory: few tiles have 16 bits, and registers are scarce.
+      for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+        store_word(codes + i, load_word(queries + i));
+    } else {
+      lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
     }
-    producer.recall(turn);
+  };
+  const auto attend = [&](Turn& turn, int now) {
     auto& [unit, last, head, length, units, bytes, bits] = turn;
-    if (unit >= last) {  // the next run
-      if (++part == kParts) {
-        producer.park(turn);
-        finish<E>(p, state, buffer, block, crew);
-        state.clear();
-        part = 0;
-        producer.take_up();
-      }
-      if (!block.walk.valid) break;
-      head = block.walk.span.head;
-      const HeadParams<kParts>& at = p.head[head];
-      const Run run(p, block.walk.span, part);
-      const int room = ring_room(query_bytes(p, at));
-      units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
-      if (unit < last) {
-        bytes = pinned(producer.room_of(at.lane[part]));
-        bits = kQuantized ? pinned(p.part[part].bits) : 16;
-        const uint32_t queries = ring.wait_oldest(room);
-        if (is_quantized(bits)) {
-          with_width<kBits>(bits, [&](auto constant) {
-            constexpr int kWidth = decltype(constant)::value;
-            slab.set<kWidth, kFill>(p, turn.head, part);
-            producer.keep(slab);
-            quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
-                                               p.scale_log2);
-          });
-        } else if (kQuantized) {
-          // In shared memory: few tiles have 16 bits, and registers are scarce.
-          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
-            store_word(codes + i, load_word(queries + i));
-        } else {
-          lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
-        }
-        if (kQuantized) fence_for_bulk_copies();  // which fill the queries' room next
-        ring.drop_oldest(room);
-      }
-      producer.park(turn);
-      continue;
-    }
-    const int now = unit;
-    unit += warps * units;
     if constexpr (!kQuantized) {
       const uint32_t tile = ring.wait_oldest(bytes);
       const int rows = min(units * kRowTokens, length - now * kRowTokens);
@@ -200,7 +169,8 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
         }
       });
     }
-  }
+  };
+  attend_in_turns<kQuantized>(p, producer, ring, block.walk, early, start, ended, take, attend);
   if (block.ending.there) finish_pair<E>(p, block.ending, reinterpret_cast<float*>(shared), crew);
 }
 

@@ -3,7 +3,6 @@ abi.h), and when that is faster than each row alone (docs/native.md)."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,13 +44,15 @@ class BundleCost:
     columns: int = 16
 
     def passes(self, rows: Int32, group_size: int) -> Int32:
-        """[n] from ``rows`` [n] of sequences: how often the pages of each are read."""
+        """Times [n] that the pages of sequences are read, which bring ``rows`` [n]:
+
+            full * ceil(MAX_BUNDLE * group_size / columns)
+            + ceil(rest * group_size / columns)
+
+        with full = rows // MAX_BUNDLE and rest = rows % MAX_BUNDLE."""
         full, rest = np.divmod(rows, MAX_BUNDLE)
-        largest = MAX_BUNDLE * group_size
-        of_largest = math.ceil(largest / self.columns)
-        columns = rest * group_size
-        of_rest = -(-columns // self.columns)
-        return full * of_largest + of_rest
+        of_full = -(-MAX_BUNDLE * group_size // self.columns)
+        return full * of_full + -(-rest * group_size // self.columns)
 
 
 COSTS = {
@@ -132,31 +133,40 @@ class Bundling:
         return 1
 
     def pays(self, short: ShortRows, multiprocessors: int) -> bool:
-        """Whether bundles are faster in a step that brings ``short``."""
-        sequences = len(short.rows)
-        if not sequences:
+        """Whether bundles are faster in a step that brings ``short``.
+
+        With ``rows``, ``pages`` and ``passes`` [n] of its n sequences; ``pages`` (over all
+        lanes) and ``pairs`` of a sequence and a KV head are those of one layer on one
+        multiprocessor:
+
+            saved = sum((rows - passes) * pages)
+            price = fixed + page * sum(passes * pages)
+                    + pair * max(pairs - 1, 0) * mean(passes)
+            pays  = saved >= price
+        """
+        if not len(short.rows):
             return False
-        model = self.plan.model
+        model, cost = self.plan.model, self.cost
         sms = model.layers * multiprocessors
-        pages = self._tokens(short) / TOKENS / sms
-        pairs = sequences * self._lanes / sms
-        cost = self.cost
-        passes = cost.passes(short.rows, model.group_size)
-        read = passes * pages
-        saved = short.rows * pages - read
-        of_pages = cost.page * read.sum()
-        of_pairs = cost.pair * max(pairs - 1, 0)
-        of_pairs *= passes.mean()
-        price = cost.fixed + of_pages + of_pairs
-        return bool(saved.sum() >= price)
+        pages = self._tokens(short) / TOKENS / sms  # [n]
+        pairs = len(short.rows) * self._lanes / sms
+        passes = cost.passes(short.rows, model.group_size)  # [n]
+        saved = ((short.rows - passes) * pages).sum()
+        price = (
+            cost.fixed
+            + cost.page * (passes * pages).sum()
+            + cost.pair * max(pairs - 1, 0) * passes.mean()
+        )
+        return bool(saved >= price)
 
     def _tokens(self, short: ShortRows) -> Float64:
-        """[n]: what a row of each sequence reads, in sum over all lanes."""
+        """Tokens [n] that a row of each sequence reads, in sum over all lanes:
+        min(cached, sink + recent + P) in each."""
         tokens = np.zeros(len(short.rows))
         for part in self._parts:
             seen = part.sight.most + self.plan.page_tokens
-            read = np.minimum(short.cached[:, part.bucket], seen)
-            tokens += read * len(part.lanes)
+            cached = short.cached[:, part.bucket]  # [n]
+            tokens += np.minimum(cached, seen) * len(part.lanes)
         return tokens
 
 
@@ -168,8 +178,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def most_bundled(library: CudaLibrary, plan: CompressionPlan) -> int:
-    """Rows of a sequence that are attended together: 1 in models of more query heads than
-    the kernels have room for, and where the GPU has too little shared memory."""
+    """Rows of a sequence that may be attended together: 1 in models of more query heads
+    than the kernels have room for, and where the GPU has too little shared memory."""
     if MOST_BUNDLED == 1:
         return 1
     try:

@@ -11,11 +11,8 @@ Sizes: T packed tokens of a step, R logit rows, D hidden size, d head dim, V voc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +29,18 @@ from kvlathe.layers.decoder import (
 from kvlathe.layers.experts import ExpertWeights, run_experts
 from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
-from kvlathe.runtime.sessions.torch_cuda.model.coded import (
-    CodedLinear,
-    Product,
-    coded_product,
-    taken_code,
+from kvlathe.runtime.sessions.torch_cuda.model.coded import coded_product
+from kvlathe.runtime.sessions.torch_cuda.model.linear import (
+    Linear,
+    beside,
+    has_map,
+    output_map,
 )
 from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import OneShard, ShardGroup
 
 Angles = tuple[Tensor, Tensor]
+"""cos and sin of the tokens of a step, [T, d / 2] each."""
 Attend = Callable[
     [int, Tensor, Tensor, Tensor, Angles | None, Mapping[str, Tensor]], Tensor
 ]
@@ -51,46 +50,6 @@ the cache afterwards."""
 ALIGNMENT = 8
 """Elements: rows of q, k and v begin at multiples of 16 bytes."""
 ONE_SHARD = OneShard()
-Cut = Callable[[str, Tensor], Tensor | None]
-"""What is read of a tensor, by its name; None for nothing."""
-
-
-def _read(folder: Path, index: str) -> dict[str, Any]:
-    return json.loads((folder / index).read_text("utf-8"))
-
-
-def read_decoder(
-    folder: Path, index: str, device: str, cut: Cut | None = None
-) -> tuple[Wiring, dict[str, Tensor]]:
-    """What decoder.json (``index``) describes: the wiring, and the weights on
-    ``device``, read one at a time, whole or as ``cut`` gives them."""
-    raw = _read(folder, index)
-    path = folder / raw["weights"]
-    mapped = torch.from_file(
-        str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-    )
-
-    def tensor(dtype: str, shape: list[int], offset: int) -> Tensor:
-        kind = getattr(torch, dtype)
-        size = kind.itemsize * torch.Size(shape).numel()
-        return mapped[offset : offset + size].view(kind).view(shape)
-
-    tensors: dict[str, Tensor] = {}
-    for name, entry in raw["tensors"].items():
-        whole = tensor(**entry)
-        part = whole if cut is None else cut(name, whole)
-        if part is not None:
-            tensors[name] = part.contiguous().to(device, copy=True)
-    return Wiring.from_json(raw["wiring"]), tensors
-
-
-def decoder_shapes(folder: Path, index: str) -> dict[str, Tensor]:
-    """The weights that decoder.json (``index``) describes, without their numbers."""
-    shapes: dict[str, Tensor] = {}
-    for name, entry in _read(folder, index)["tensors"].items():
-        kind = getattr(torch, entry["dtype"])
-        shapes[name] = torch.empty(entry["shape"], dtype=kind, device="meta")
-    return shapes
 
 
 class TorchDecoder:
@@ -118,7 +77,7 @@ class TorchDecoder:
         self.positions = tensors.get("positions.weight")
         head = tensors.get("head.weight")
         bias = tensors.get("head.bias")
-        self.head = tied_head(self.embed) if head is None else _Linear(head, bias)
+        self.head = tied_head(self.embed) if head is None else Linear(head, bias)
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
         self.ropes = _ropes(_taken(tensors, "rope."))
 
@@ -193,42 +152,6 @@ def _ropes(tensors: dict[str, Tensor]) -> list[Angles]:
     return found
 
 
-class _Linear:
-    """y = x @ weight (+ bias); biases of zeros are left out."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias if bias is not None and bool(bias.any()) else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return x @ self.weight
-        return torch.addmm(self.bias, x, self.weight)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x @ weight + bias, by the product itself."""
-        residual.addmm_(x, self.weight)
-        return residual if self.bias is None else residual.add_(self.bias)
-
-
-class _Output(_Linear):
-    """A product of which every shard has a part: their sum. Shard 0 has the bias."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, group: ShardGroup) -> None:
-        super().__init__(weight, bias)
-        self.group = group
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.sum(super().__call__(x))
-
-    def begin(self, residual: Tensor, x: Tensor) -> Tensor:
-        """What the shards' sum is ``add_to`` of: on shard 0 that, on others x @ weight.
-        Into ``residual``."""
-        if self.group.shard:
-            return torch.mm(x, self.weight, out=residual)
-        return self.add_to(residual, x)
-
-
 class _Layer:
     """One layer; ``tensors`` by role."""
 
@@ -259,18 +182,20 @@ class _Layer:
             self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self.experts = _experts(wiring, _taken(tensors, "experts."))
         shared_gate = tensors.pop("shared_gate.weight", None)
-        self.shared_gate = None if shared_gate is None else _Linear(shared_gate, None)
-        gate_up_roles = [role for role in ("gate", "up") if _has(tensors, role)]
+        self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
+        gate_up_roles = [role for role in ("gate", "up") if has_map(tensors, role)]
         self.is_gated = "gate" in gate_up_roles
         product = rows.product if isinstance(rows, FusedRows) else coded_product
-        self.qkv_map, self.qkv_widths = _beside(
+        self.qkv_map, self.qkv_widths = beside(
             tensors, ["v", "q", "k"], ALIGNMENT, product
         )
         if gate_up_roles:
-            both = _beside(tensors, gate_up_roles, 1, product)
+            both = beside(tensors, gate_up_roles, 1, product)
             self.gate_up_map, self.gate_up_widths = both
-        self.o = _output(tensors, "o", group, product)
-        self.down = _output(tensors, "down", group, product) if gate_up_roles else None
+        self.o = output_map(tensors, "o", group, product)
+        self.down = (
+            output_map(tensors, "down", group, product) if gate_up_roles else None
+        )
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
@@ -311,20 +236,6 @@ class _Layer:
         return self.group.sum(self.down.begin(x, inner))
 
 
-def _has(tensors: dict[str, Tensor], role: str) -> bool:
-    return f"{role}.weight" in tensors or f"{role}.codes" in tensors
-
-
-def _output(
-    tensors: dict[str, Tensor], role: str, group: ShardGroup, product: Product
-) -> _Output | CodedLinear:
-    bias = tensors.pop(f"{role}.bias", None)
-    coded = taken_code(tensors, role)
-    if coded is not None:
-        return CodedLinear([coded], bias, product)
-    return _Output(tensors.pop(f"{role}.weight"), bias, group)
-
-
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
     if not tensors or wiring.routing is None:
         return None
@@ -352,43 +263,6 @@ def _wide_norm(weight: Tensor, eps: float, group: ShardGroup) -> RowMap:
         return weight * wide.to(x.dtype)
 
     return norm
-
-
-def _beside(
-    tensors: dict[str, Tensor], roles: list[str], multiple: int, product: Product
-) -> tuple[_Linear | CodedLinear, list[int]]:
-    """The linear maps ``roles`` as one, padded to a ``multiple`` of columns, and their
-    widths; that of the padding comes last."""
-    if f"{roles[0]}.codes" in tensors:
-        return _codes_beside(tensors, roles, product)
-    weights = [tensors.pop(f"{role}.weight") for role in roles]
-    biases = [tensors.pop(f"{role}.bias", None) for role in roles]
-    widths = [weight.shape[1] for weight in weights]
-    pad = -sum(widths) % multiple
-    first = weights[0]
-    columns = [*weights, first.new_zeros(len(first), pad)]
-    shifts = [
-        first.new_zeros(width) if bias is None else bias
-        for width, bias in zip(widths, biases, strict=True)
-    ]
-    shifts.append(first.new_zeros(pad))
-    whole = _Linear(torch.cat(columns, 1), torch.cat(shifts))
-    return whole, [*widths, pad]
-
-
-def _codes_beside(
-    tensors: dict[str, Tensor], roles: list[str], product: Product
-) -> tuple[CodedLinear, list[int]]:
-    """The same of maps that are codes, whose product fills up its outputs itself."""
-    coded = [taken_code(tensors, role) for role in roles]
-    weights = [weight for weight in coded if weight is not None]
-    biases = [tensors.pop(f"{role}.bias", None) for role in roles]
-    widths = [len(weight.codes) for weight in weights]
-    shifts = [
-        weight.scales.new_zeros(width) if bias is None else bias
-        for width, bias, weight in zip(widths, biases, weights, strict=True)
-    ]
-    return CodedLinear(weights, torch.cat(shifts), product), [*widths, 0]
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 32
 """What tokens lose is float64 [rows, vocab] while it is computed: of so many rows."""
 
 
-def sent(array: np.ndarray, device: torch.device) -> Tensor:
+def copied_to(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device. Memory that is not pinned is staged before the call returns:
     nothing waits for the GPU, and the array may go at once."""
     return torch.from_numpy(array).to(device, non_blocking=True)
@@ -48,16 +48,16 @@ class TokenCounts:
         changed = logits.clone()
         for first in range(0, len(asked.rows), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
-            rows = sent(asked.rows[some], self.device)
+            rows = copied_to(asked.rows[some], self.device)
             changed[rows] = self._changed(logits[rows], asked, some)
         return changed
 
     def _changed(self, old: Tensor, asked: Penalties, some: slice) -> Tensor:
         """``old`` [r, vocab], the logits of ``some`` of the rows, after their penalties."""
         places = self._places[some]
-        repetition = sent(asked.repetition[some], self.device)
-        presence = sent(asked.presence[some], self.device)
-        frequency = sent(asked.frequency[some], self.device)
+        repetition = copied_to(asked.repetition[some], self.device)
+        presence = copied_to(asked.presence[some], self.device)
+        frequency = copied_to(asked.frequency[some], self.device)
         penalty = torch.where(self.seen[places], repetition[:, None], 1)
         penalized = torch.where(
             old > 0,
@@ -71,7 +71,7 @@ class TokenCounts:
 
     def add(self, tokens: Tensor, asked: Penalties) -> None:
         """Count the tokens [R] that were chosen for the rows that ``penalized`` had."""
-        rows = sent(asked.rows, self.device)
+        rows = copied_to(asked.rows, self.device)
         own = tokens[rows]
         chosen = own != NO_TOKEN
         places = (self._places, own.clamp(min=0))
@@ -104,7 +104,7 @@ class TokenCounts:
                 self._write(slot, request)
             slots.append(slot)
         numbers = np.array(slots, np.int64)
-        self._places = sent(numbers, self.device)
+        self._places = copied_to(numbers, self.device)
 
     def _grow(self, slots: int) -> None:
         """Room for so many, and as many again as there were."""
@@ -121,7 +121,7 @@ class TokenCounts:
         """What the host knows of a sequence, which must be all."""
         assert not request.pending, "a token that nobody counted is not known"
         context = np.asarray(request.context, np.int64)
-        ids = sent(context, self.device)
+        ids = copied_to(context, self.device)
         answer = ids[request.prompt_tokens :]
         once = torch.ones_like(answer)
         self.answers[slot] = 0

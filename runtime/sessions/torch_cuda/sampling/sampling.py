@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts, sent
+from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts, copied_to
 from kvlathe.runtime.text.masks import WORD, Masks
 from kvlathe.runtime.text.sampler import (
     NO_TOKEN,
@@ -80,7 +80,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> list[Tens
     asked = np.flatnonzero(rows.logprobs >= 0)
     if not len(asked):
         return []
-    places = sent(asked, logits.device)
+    places = copied_to(asked, logits.device)
     wide = logits[places].double()
     scores = wide - wide.logsumexp(dim=1, keepdim=True)
     own_ids = tokens[places].clamp(min=0)
@@ -128,7 +128,7 @@ def sample(
     highest, tokens = changed.max(dim=1)
     random = np.flatnonzero(rows.temperature > 0)
     if len(random):
-        places = sent(random, device)
+        places = copied_to(random, device)
         tokens[places] = _drawn(changed[places], highest[places], rows)
     tokens = torch.where(highest.isfinite(), tokens, NO_TOKEN)
     if rows.penalties is not None and counts is not None:
@@ -139,11 +139,11 @@ def sample(
 def changed_by(logits: Tensor, changes: Changes) -> Tensor:
     device = logits.device
     places = (
-        sent(changes.rows, device),
-        sent(changes.tokens, device),
+        copied_to(changes.rows, device),
+        copied_to(changes.tokens, device),
     )
-    penalty = sent(changes.penalty, device)
-    added = sent(changes.added, device)
+    penalty = copied_to(changes.penalty, device)
+    added = copied_to(changes.added, device)
     old = logits[places]
     changed = logits.clone()
     changed[places] = torch.where(old > 0, old / penalty, old * penalty) + added
@@ -157,7 +157,7 @@ def masked_by(logits: Tensor, masks: Masks, first: int = 0) -> Tensor:
     word, skipped = divmod(first, WORD)
     end = (first + width - 1) // WORD + 1
     own = np.ascontiguousarray(masks.bits[:, word:end])
-    rows, bits = sent(masks.rows, device), sent(own, device)
+    rows, bits = copied_to(masks.rows, device), copied_to(own, device)
     places = torch.arange(WORD, dtype=torch.int32, device=device)
     wide = (bits[:, :, None] >> places) & 1
     allowed = wide.flatten(1)[:, skipped : skipped + width] != 0
@@ -170,8 +170,8 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     """A token for each row that is not greedy."""
     asked = np.flatnonzero(rows.temperature > 0)
     device = logits.device
-    temperature = sent(rows.temperature[asked], device)
-    draws = sent(rows.draws[asked], device)
+    temperature = copied_to(rows.temperature[asked], device)
+    draws = copied_to(rows.draws[asked], device)
     scaled = (logits - highest[:, None]) / temperature[:, None]
     weights = scaled.exp()
     top_k = rows.top_k[asked]
@@ -179,10 +179,10 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
         ((top_k > 0) & (top_k < logits.shape[1])) | (rows.top_p[asked] < 1)
     )
     if len(cut):
-        places = sent(cut, device)
+        places = copied_to(cut, device)
         weights[places] = _cut(weights[places], top_k[cut], rows.top_p[asked][cut])
     if (rows.min_p[asked] > 0).any():
-        least = sent(rows.min_p[asked], device)
+        least = copied_to(rows.min_p[asked], device)
         weights = torch.where(weights >= least[:, None], weights, 0)
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = draws * cumulative[:, -1]
@@ -203,9 +203,9 @@ def _cut(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
     device, width = weights.device, weights.shape[1]
     counts = np.where((top_k > 0) & (top_k < width), top_k, width)
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    least = ordered.gather(1, sent(counts - 1, device)[:, None])
+    least = ordered.gather(1, copied_to(counts - 1, device)[:, None])
     ordered = torch.where(ordered >= least, ordered, 0)
-    share = sent(top_p.astype(np.float64), device)[:, None]
+    share = copied_to(top_p.astype(np.float64), device)[:, None]
     running = ordered.cumsum(dim=1, dtype=torch.float64)
     before = running - ordered
     inside = (before < share * running[:, -1:]) | (share >= 1)

@@ -17,10 +17,10 @@ from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import (
     Sampling,
     Wait,
     changed_by,
+    copied_to,
     last_drawable,
     masked_by,
     most_logprobs,
-    sent,
 )
 from kvlathe.runtime.text.sampler import NO_TOKEN, Changes, SamplingRows
 
@@ -61,7 +61,7 @@ class ShardedSampler:
         tokens = self._from(owner, places)
         random = np.flatnonzero(rows.temperature > 0)
         if len(random):
-            drawn = sent(random, logits.device)
+            drawn = copied_to(random, logits.device)
             tokens[drawn] = self._drawn(changed[drawn], highest[drawn], rows)
         tokens = torch.where(highest.isfinite(), tokens, NO_TOKEN)
         logprobs = self._logprobs(exact, tokens, rows)
@@ -89,16 +89,16 @@ class ShardedSampler:
     def _drawn(self, logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
         asked = np.flatnonzero(rows.temperature > 0)
         device = logits.device
-        temperature = sent(rows.temperature[asked], device)
-        draws = sent(rows.draws[asked], device)
+        temperature = copied_to(rows.temperature[asked], device)
+        draws = copied_to(rows.draws[asked], device)
         weights = ((logits - highest[:, None]) / temperature[:, None]).exp()
         top_k, top_p = rows.top_k[asked], rows.top_p[asked]
         cut = np.flatnonzero(((top_k > 0) & (top_k < self.vocab)) | (top_p < 1))
         if len(cut):
-            places = sent(cut, device)
+            places = copied_to(cut, device)
             weights[places] = self._cut(weights[places], top_k[cut], top_p[cut])
         if (rows.min_p[asked] > 0).any():
-            least = sent(rows.min_p[asked], device)
+            least = copied_to(rows.min_p[asked], device)
             weights = torch.where(weights >= least[:, None], weights, 0)
         return self._placed(weights, draws)
 
@@ -121,10 +121,10 @@ class ShardedSampler:
         """Weights with 0 for what top-k and top-p leave out."""
         device = weights.device
         counts = np.where((top_k > 0) & (top_k < self.vocab), top_k, self.vocab)
-        wanted = sent(counts.astype(np.float64), device)
+        wanted = copied_to(counts.astype(np.float64), device)
         least, _ = self._least(weights, torch.ones_like(weights), wanted)
         weights = torch.where(weights >= least[:, None], weights, 0)
-        share = sent(top_p.astype(np.float64), device)
+        share = copied_to(top_p.astype(np.float64), device)
         total = self.group.sum(weights.sum(dim=1, dtype=torch.float64))
         wanted = (share * total).clamp(min=LEAST)  # someone stays
         least, above = self._least(weights, weights, wanted)
@@ -172,7 +172,7 @@ class ShardedSampler:
         asked = np.flatnonzero(rows.logprobs >= 0)
         if not len(asked):
             return []
-        places = sent(asked, logits.device)
+        places = copied_to(asked, logits.device)
         wide = logits[places].double()
         total = self.group.gather(wide.logsumexp(dim=1)).logsumexp(dim=0)
         local = tokens[places] - self.first

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.sessions.torch_cuda.device import current_stream
 
 UNIQUE_ID_BYTES = 128
 SUM = 0
@@ -110,7 +111,7 @@ class NcclGroup:
             kind,
             SUM,
             self._comm,
-            _stream(),
+            current_stream(),
         )
         return x
 
@@ -125,7 +126,7 @@ class NcclGroup:
             own.numel(),
             kind,
             self._comm,
-            _stream(),
+            current_stream(),
         )
         return every
 
@@ -133,7 +134,3 @@ class NcclGroup:
         comm, self._comm = self._comm, c_void_p()
         if comm:
             library().ncclCommAbort(comm)
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

@@ -37,15 +37,15 @@ from kvlathe.runtime.sessions.protocols import (
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.compute import compute_of
 from kvlathe.runtime.sessions.torch_cuda.device import memory_bytes, require_gpu
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
-    TorchDecoder,
-    decoder_shapes,
-    read_decoder,
-)
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import (
     ShardGroup,
     shard_borders,
+)
+from kvlathe.runtime.sessions.torch_cuda.model.weights import (
+    decoder_shapes,
+    read_decoder,
 )
 from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import to_host
 from kvlathe.runtime.sessions.torch_cuda.shards import nccl

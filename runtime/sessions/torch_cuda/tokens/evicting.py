@@ -17,9 +17,10 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
-from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
+from kvlathe.runtime.sessions.gpu.device import FLOAT, Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.gpu.side_memory import SCRATCH_PAGES, scratch_bytes
+from kvlathe.runtime.sessions.gpu.step_buffer import kind_of
 from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves, PageSelection
 from kvlathe.runtime.sessions.protocols import (
     Capability,
@@ -28,7 +29,8 @@ from kvlathe.runtime.sessions.protocols import (
     Scores,
     StepPlan,
 )
-from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent
+from kvlathe.runtime.sessions.steps import check_step
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, int64_on, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.saliency import (
     ranked,
@@ -124,8 +126,8 @@ class EvictingSession(TorchSession):
             observation,
             scores[0],
             scores[1] if self.plan.index.keeps_positions else None,
-            None if one.seen is None else sent(one.seen, self._scores.device),
-            sent(one.keys, self._scores.device),
+            None if one.seen is None else int64_on(one.seen, self._scores.device),
+            int64_on(one.keys, self._scores.device),
         )
         order = ranked(salient, selection.newest)
         for target, own in zip(selection.targets, one.targets, strict=True):
@@ -141,7 +143,7 @@ class EvictingSession(TorchSession):
         places: npt.NDArray[np.int64],
     ) -> None:
         """As Relocation."""
-        known = sent(places, self._scores.device).int()
+        known = int64_on(places, self._scores.device).int()
         self.place(source, pages, target, target_pages, known)
 
     def place(
@@ -185,8 +187,8 @@ class EvictingSession(TorchSession):
         """Copy the tokens ``places`` of a bucket, of the lanes that ``lanes_of`` has, to
         other pages of its layout."""
         device = self._scores.device
-        source_pages = sent(pages, device).int()
-        target_pages = sent(targets, device).int()
+        source_pages = int64_on(pages, device).int()
+        target_pages = int64_on(targets, device).int()
         kept = places.shape[1]
         move = DeviceMove(
             self._fields_of(bucket, lanes_of),
@@ -212,3 +214,24 @@ class EvictingSession(TorchSession):
             own = [every[lane] for lane in lanes]
             self._token_fields[pair] = np.array(own, np.int64)
         return self._token_fields[pair]
+
+
+class CompactingSession(EvictingSession):
+    """A session of a plan whose prefixes can be compacted
+    (runtime/requests/compaction.py). It says what the rows that repeat a prefix attend,
+    and moves the KV pairs that stay as an EvictingSession moves tokens; its pages hold no
+    scores."""
+
+    def run(self, step: StepPlan) -> Float32:
+        """As Session.run. A step that is observed is never a graph."""
+        given = step.observed_attention
+        if given is None:
+            return super().run(step)
+        check_step(step, self.limits)
+        room = self.device.allocate(given.nbytes, "what a step attends")
+        mass = room.view(0, given.shape, FLOAT)
+        tensor_of(mass).zero_()
+        kind = kind_of(step, self.widths)
+        logits = self.launch_alone(step, kind, True, {"mass": mass})
+        given[:] = self.device.fetch(mass)
+        return self.device.fetch(logits)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.sessions.gpu.step_buffer import observed_rows
 from kvlathe.runtime.sessions.protocols import Int32, Scores, StepPlan
-from kvlathe.runtime.sessions.torch_cuda.device import sent
+from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 
 
 class DeviceScores:
@@ -63,7 +63,7 @@ class DeviceScores:
             tables = step.page_tables[bucket]
             pages = np.concatenate([tables[b, : held[b]] for b in observed])
             if len(pages):
-                places = sent(pages, self.device)
+                places = int64_on(pages, self.device)
                 self._undo.append((bucket, places, fields[0][places]))
 
     def undo(self) -> None:
@@ -82,7 +82,7 @@ class DeviceScores:
     def of(self, bucket: int, pages: Sequence[int], tokens: int) -> list[Tensor]:
         """Attention float32 and, where it is kept, position int32 of the first ``tokens``
         tokens in ``pages``: [lanes, tokens]."""
-        places = sent(pages, self.device)
+        places = int64_on(pages, self.device)
         found: list[Tensor] = []
         for field in self._fields[bucket]:
             by_lane = field[places].transpose(0, 1)
@@ -101,9 +101,9 @@ class DeviceScores:
             lanes = sorted(bucket.lanes)
             own = [i for i, lane in enumerate(lanes) if lane // heads == layer]
             if bucket.is_hot and own:
-                places = sent(tables[index][:pages], self.device)
+                places = int64_on(tables[index][:pages], self.device)
                 every = fields[0][places]
-                of_lanes = every[:, sent(own, self.device)]
+                of_lanes = every[:, int64_on(own, self.device)]
                 given = of_lanes.double().sum(1)
                 total += given.flatten()[:tokens]
         return total
@@ -111,7 +111,7 @@ class DeviceScores:
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
         """Set the observed attention of all tokens in ``pages`` to 0."""
         if bucket in self._fields and len(pages):
-            places = sent(pages, self.device)
+            places = int64_on(pages, self.device)
             # A plain 0 would be copied from the host, which waits for the GPU.
             self._fields[bucket][0].index_fill_(0, places, 0)
 
@@ -125,9 +125,9 @@ class DeviceScores:
         """The scores of sealed pages go with their tokens where they are ranked on."""
         if source not in self._fields or target not in self._fields:
             return
-        places = sent(pages, self.device)
+        places = int64_on(pages, self.device)
         own = self._lanes_of(source, target)
-        targets = sent(target_pages, self.device)
+        targets = int64_on(target_pages, self.device)
         fields = zip(self._fields[source], self._fields[target], strict=True)
         for known, copy in fields:
             copy[targets] = known[places][:, own]
@@ -139,5 +139,5 @@ class DeviceScores:
             lanes = self.plan.index.buckets[source].lanes
             wanted = self.plan.index.buckets[target].lanes
             own = np.searchsorted(lanes, wanted)
-            self._shared[pair] = sent(own, self.device)
+            self._shared[pair] = int64_on(own, self.device)
         return self._shared[pair]

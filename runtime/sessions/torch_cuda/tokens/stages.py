@@ -20,16 +20,15 @@ from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.gpu.step_buffer import (
-    Bindings,
     StepBuffer,
     StepForm,
-    StepKind,
     kind_of,
 )
 from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 from kvlathe.runtime.sessions.shares import segments
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
 from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 
 
@@ -81,10 +80,10 @@ class LayerCompute(Compute, Protocol):
     """A Compute that can stop between two layers."""
 
     def run(
-        self, inputs: Bindings, kind: StepKind, layers: range, x: Tensor | None = None
+        self, step: TorchStep, layers: range, x: Tensor | None = None
     ) -> Tensor: ...
 
-    def logits(self, inputs: Bindings, x: Tensor) -> Tensor: ...
+    def logits(self, step: TorchStep, x: Tensor) -> Tensor: ...
 
 
 class StagedSession(EvictingSession):
@@ -118,18 +117,11 @@ class StagedSession(EvictingSession):
         every = np.arange(len(step.lengths))
         hidden = _entering(step)
         for i, (stages, share) in enumerate(segments(step, self.plan.index.graphs)):
-            inputs = self._send(i, share.step)
+            inputs = self._inputs_of(i, share.step)
             sequences = every[share.sequences].tolist()
             own = [hidden[b] for b in sequences if b in hidden]
             x = torch.cat(own) if own else None
-            kind = kind_of(share.step, self.widths)
-            layers = self._layers_of(stages)
-            x = self.staged.run(
-                inputs,
-                kind,
-                layers,
-                x,
-            )
+            x = self.staged.run(inputs, self._layers_of(stages), x)
             if stages.stop == self.plan.index.graphs:
                 computed = self.staged.logits(inputs, x)
                 tensor_of(logits).copy_(computed)
@@ -144,20 +136,15 @@ class StagedSession(EvictingSession):
         last = self.plan.index.layers_of(stages[-1])
         return range(first.start, last.stop)
 
-    def _send(self, place: int, step: StepPlan) -> Bindings:
-        """What computes a segment reads; ``step`` is its share of a whole step. Each
-        segment of a step has a buffer of its own, so that none waits for another."""
-        form = StepForm.of(step, observes=True)
+    def _inputs_of(self, place: int, step: StepPlan) -> TorchStep:
+        """A segment on the GPU; ``step`` is its share of a whole step. Each segment of a
+        step has a buffer of its own, so that none waits for another."""
         if place == len(self._buffers):
             largest = StepForm.largest(self.plan, self.limits)
-            buffer = StepBuffer(self.device, largest)
-            self._buffers.append(buffer)
-        buffer = self._buffers[place]
-        buffer.send(step, form)
-        arrays = buffer.bindings(form)
-        inputs = self.inputs_of(arrays, len(step.query_offsets))
-        self.complete(step, inputs["input_ids"])
-        self._place(step, tensor_of(inputs["positions"]))
+            self._buffers.append(StepBuffer(self.device, largest))
+        kind = kind_of(step, self.widths)
+        inputs = TorchStep.of(self.sent(step, self._buffers[place], kind, True))
+        self._place(step, inputs.positions)
         return inputs
 
     def _place(self, step: StepPlan, positions: Tensor) -> None:

@@ -89,7 +89,7 @@ def even(plan: CompressionPlan, sequences: int, rows: int, tokens: int) -> Short
 
 
 @pytest.mark.parametrize("bits", COSTS)
-def test_what_is_chosen_takes_hardly_longer_than_what_is_faster(bits: Bits) -> None:
+def test_chosen_bundles_take_hardly_longer_than_the_faster_way(bits: Bits) -> None:
     longer: list[float] = []
     for case in MEASURED["times"]:
         if case["bits"] != bits:

@@ -19,9 +19,10 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Compact
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.runtime.sessions.torch_cuda.attention import mass
-from kvlathe.runtime.sessions.torch_cuda.attention.inputs import Mass, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.attention.mass import LargestShares
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
+from kvlathe.runtime.sessions.torch_cuda.attention import observing
+from kvlathe.runtime.sessions.torch_cuda.attention.observing import LargestShares
+from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, StepInputs
 from tests.support.attend_cases import plan_of
 
 Array = npt.NDArray[np.float64]
@@ -109,11 +110,11 @@ class Case:
         asked = Mass(largest, self.starts, rows, self.lengths.tolist())
         tables = [tensor(table) for table in self.tables]
         nothing = torch.zeros(0, dtype=torch.int32)
-        step = StepInputs(nothing, nothing, tables, False, 0, mass=asked)
+        step = StepInputs(nothing, nothing, tables, StepKind(False, 0), mass=asked)
         of_layers = [tensor(self.sinks).float()] * 2 if sinks else []
         shares = LargestShares(self.plan, [SCALE] * 2, tensor(self.memory), of_layers)
         for layer in range(2):
-            shares.queue(layer, tensor(self.q), step)
+            shares.fill(layer, tensor(self.q), step)
         return largest.double().numpy()
 
     def expected(self, sinks: bool) -> Array:
@@ -177,6 +178,6 @@ def test_torch_finds_what_float64_finds(
     logits. Other places stay 0."""
     case = Case(compacting_plan(apart, softcap), queries, observed, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mass, "TILE", tile)
+        patch.setattr(observing, "TILE", tile)
         found = case.found(sinks)
     np.testing.assert_allclose(found, case.expected(sinks), rtol=1e-4, atol=1e-7)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.bases.basis import Basis
@@ -39,13 +39,22 @@ from kvlathe.runtime.native.cuda import (
     OVERLAP,
     CudaLibrary,
 )
-from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows, StepKind, kind_of
+from kvlathe.runtime.sessions.gpu.step_buffer import (
+    ShortRows,
+    StepArrays,
+    StepForm,
+    StepKind,
+    kind_of,
+)
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.sessions.torch_cuda import compute as cuda_compute
+from kvlathe.runtime.sessions.torch_cuda import inputs as cuda_inputs
 from kvlathe.runtime.sessions.torch_cuda.attention import attend as cuda_attend
-from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model import rows
-from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
 from tests.support.checkpoints import FAMILIES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
@@ -103,7 +112,7 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
     """Built without a GPU; the weights read back are those that were folded, and
     inspect says what is missing here."""
     folder = build(
-        BuildRequest(
+        BuildConfig(
             MODEL, tmp_path / "engine", backend="cuda", max_seq_len=512, use_cache=False
         )
     )
@@ -210,17 +219,17 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
     single: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of a prompt read what append writes for the rows before them."""
-    monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
+    monkeypatch.setattr(cuda_attend, "current_stream", lambda: 0)
     plan, tokens = one_group(), 2 if single else 40
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
-    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)
+    attention = Attention.of_plan(SilentLibrary(), plan, scales, pool, tokens)
     starts, lengths = (
         torch.tensor([0, 1, tokens], dtype=torch.int32),
         torch.zeros(2, 1, dtype=torch.int32),
     )
     tables = [torch.zeros(2, 1, dtype=torch.int32)]
-    step = StepInputs(starts, lengths, tables, single, tokens)
-    assert {call.flags for call in attention.spread(step, tokens).calls} == {
+    step = StepInputs(starts, lengths, tables, StepKind(single, tokens, chunks=True))
+    assert {call.flags for call in attention.prepare(step, tokens).calls} == {
         OVERLAP | (APPENDED if single else 0)
     }
 
@@ -231,7 +240,7 @@ def test_rows_are_bundled_where_they_pay(
     each: int, tokens: int, bundled: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever prompts come in the same step."""
-    monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
+    monkeypatch.setattr(cuda_attend, "current_stream", lambda: 0)
     counts = [each] * 5 + [100] * chunks
     starts = np.cumsum([0, *counts]).astype(np.int32)
     plan, rows_of_step = one_group(), int(starts[-1])
@@ -248,18 +257,15 @@ def test_rows_are_bundled_where_they_pay(
     assert kind.short.rows.tolist() == [each] * 5
     assert kind.short.cached.tolist() == [[tokens]] * 5
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
-    attention = Attention(SilentLibrary(True), plan, scales, pool, rows_of_step)
+    attention = Attention.of_plan(SilentLibrary(True), plan, scales, pool, rows_of_step)
     attention.most_bundled = MAX_BUNDLE
     inputs = StepInputs(
         torch.from_numpy(starts),
         torch.zeros(len(counts), 1, dtype=torch.int32),
         [torch.zeros(len(counts), 1, dtype=torch.int32)],
-        False,
-        kind.rows,
-        short=kind.short,
-        chunks=kind.chunks,
+        kind,
     )
-    calls = attention.spread(inputs, rows_of_step).calls
+    calls = attention.prepare(inputs, rows_of_step).calls
     assert {call.flags for call in calls} == {OVERLAP | (BUNDLES if bundled else 0)}
     assert {bool(call.prompts) for call in calls} == {chunks > 0}
 
@@ -269,20 +275,20 @@ def test_attention_is_told_what_the_sequences_of_a_step_bring(
 ) -> None:
     class Told(Exception): ...
 
-    def spread(step: StepInputs, *_: object) -> None:
-        assert step.short is kind.short and step.chunks is kind.chunks
+    def prepare(step: StepInputs, *_: object) -> None:
+        assert step.kind is kind
         raise Told
 
-    monkeypatch.setattr(cuda_compute, "tensor_of", lambda array: array)
-    one = torch.zeros(1, 1, dtype=torch.int32)
-    names = ("input_ids", "positions", "cu_seqlens_q", "lengths", "page_table_0")
-    inputs: Any = dict.fromkeys(names, one)
-    attention: Any = SimpleNamespace(spread=spread)
+    monkeypatch.setattr(cuda_inputs, "tensor_of", lambda array: array)
+    form = StepForm(1, 1, 1, (1,))
+    arrays: Any = dict.fromkeys(form.shapes, torch.zeros(1, 1, dtype=torch.int32))
+    attention: Any = SimpleNamespace(prepare=prepare)
     decoder: Any = SimpleNamespace(layers=[None])
     brought = ShortRows(np.array([2]), np.array([[7]]))
     for kind in (StepKind(False, 2, brought), StepKind(False, 2, brought, chunks=True)):
+        step = cuda_inputs.TorchStep.of(StepArrays(arrays, form, kind))
         with pytest.raises(Told):
-            cuda_compute.TorchCompute(decoder, attention).run(inputs, kind, range(1))
+            cuda_compute.TorchCompute(decoder, attention).run(step, range(1))
 
 
 def test_the_kernel_reads_gate_and_up_where_they_lie_side_by_side() -> None:

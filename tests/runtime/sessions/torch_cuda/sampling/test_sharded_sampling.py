@@ -92,7 +92,7 @@ def test_logits_that_are_no_numbers_give_no_token() -> None:
     ],
     ids=["plain", "cut"],
 )
-def test_what_is_exchanged_does_not_grow_with_the_vocabulary(
+def test_numbers_that_shards_exchange_do_not_grow_with_the_vocabulary(
     params: SamplingParams,
 ) -> None:
     counts: list[list[int]] = []

@@ -92,7 +92,7 @@ def test_the_same_rows_of_a_prompt_stay(rows: int, kinds: int, seed: int) -> Non
     np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_what_a_window_does_not_need_is_not_asked_for() -> None:
+def test_saliency_reads_only_the_scores_that_a_window_needs() -> None:
     rng = np.random.default_rng(0)
     scores = scores_of(rng, 2, 20, 5)
     plain = ObservationWindow(last=8)

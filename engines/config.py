@@ -1,4 +1,4 @@
-"""BuildRequest: everything a build may be told, and every refusal that needs neither
+"""BuildConfig: everything a build may be told, and every refusal that needs neither
 the model nor a library."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from kvlathe.base.adapters import read_adapter
-from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.flags import flag_of
 from kvlathe.base.package import FOLDER
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
@@ -21,12 +21,8 @@ from kvlathe.plan.weight_formats import BITS, FLOATS, PLAIN, WeightFormats
 MOST = 1 << 31
 """Counts are below it: kernels take them as 32-bit integers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2}
-OF_ACCURACY = ("metric", "text", "retrieval")
-"""Options that say how --accuracy is measured."""
-OF_BASES = ("basis", "allocation", "rope_fold", "centre")
-OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
-"""Options that say how a compression removes."""
-
+HOW_MUCH = ("removal_rate", "compression_ratio", "accuracy")
+"""Fields that say how much to remove: one at most."""
 PATHS = ("model", "output_dir", "text", "retrieval", "stats")
 COUNTS = (
     "max_batch_size",
@@ -43,9 +39,7 @@ COUNTS = (
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
     **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
-    **dict.fromkeys(
-        ("removal_rate", "compression_ratio", "accuracy"), ((int, float), "number")
-    ),
+    **dict.fromkeys(HOW_MUCH, ((int, float), "number")),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(("centre", "overwrite", "use_cache"), ((bool,), "truth value")),
     **dict.fromkeys(
@@ -66,12 +60,11 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         ((str,), "text"),
     ),
 }
-"""Of every field of a request: what Python may hand over, and how a refusal calls
-it."""
+"""Types that Python may hand over for each field, and how a refusal calls them."""
 
 
 @dataclass(frozen=True)
-class BuildRequest:
+class BuildConfig:
     """Everything that ``kvlathe build`` takes. None means the default, which depends on
     the model or the backend. Paths may be given as text.
 
@@ -140,7 +133,7 @@ class BuildRequest:
 
     @property
     def weight_formats(self) -> WeightFormats:
-        """Of weights that are codes, where any are."""
+        """Formats of weights that are codes, where any are."""
         asked = self.weights or self.compute_dtype
         return BACKENDS[self.backend].weights.get(asked, PLAIN)
 
@@ -181,7 +174,7 @@ class BuildRequest:
         )
         if limits.max_input_len > max_seq_len:
             raise _refused(
-                f"--max_input_len {limits.max_input_len}",
+                f"{flag_of('max_input_len')} {limits.max_input_len}",
                 f"sequences end at {max_seq_len} tokens",
                 "lower it",
             )
@@ -201,51 +194,51 @@ def shipped(name: str, option: str) -> Path:
     return path
 
 
-def check(request: BuildRequest) -> None:
+def check(config: BuildConfig) -> None:
     """Raise KvlatheError for the first thing that cannot be: options that exclude each
     other, numbers out of range, a backend that cannot be used, an output folder that
     exists.
     """
-    check_types(request)
-    _check_choices(request)
-    _check_target(request)
-    for adapter in request.lora:
+    check_types(config)
+    _check_choices(config)
+    _check_target(config)
+    for adapter in config.lora:
         read_adapter(adapter)
-    backend(request.backend)
-    _check_sizes(request)
-    dtypes = BACKENDS[request.backend].dtypes
-    if request.compute_dtype not in dtypes:
+    backend(config.backend)
+    _check_sizes(config)
+    dtypes = BACKENDS[config.backend].dtypes
+    if config.compute_dtype not in dtypes:
         raise _refused(
-            f"--dtype {request.dtype}",
-            f"{request.backend} computes in {', '.join(dtypes)}",
+            f"--dtype {config.dtype}",
+            f"{config.backend} computes in {', '.join(dtypes)}",
             "choose another",
         )
-    _check_weights(request)
-    if request.lora and BACKENDS[request.backend].hosted:
+    _check_weights(config)
+    if config.lora and BACKENDS[config.backend].hosted:
         raise _refused(
             "--lora",
-            f"{request.backend} runs the checkpoint as it is",
+            f"{config.backend} runs the checkpoint as it is",
             "give a checkpoint that the adapter was merged into",
         )
-    if request.tensor_parallel_size > 1 and request.backend != "cuda":
+    if config.tensor_parallel_size > 1 and config.backend != "cuda":
         raise _refused(
-            f"--tensor-parallel-size {request.tensor_parallel_size}",
-            f"{request.backend} runs on one device",
+            f"--tensor-parallel-size {config.tensor_parallel_size}",
+            f"{config.backend} runs on one device",
             "build with --backend cuda",
         )
-    check_target(request.output_dir, request.overwrite)
+    check_target(config.output_dir, config.overwrite)
 
 
-def _check_weights(request: BuildRequest) -> None:
+def _check_weights(config: BuildConfig) -> None:
     """Weights are what the engine computes in, or codes that its backend multiplies."""
-    asked = request.weights
-    coded = BACKENDS[request.backend].weights
-    if asked is None or asked == request.compute_dtype or asked in coded:
+    asked = config.weights
+    coded = BACKENDS[config.backend].weights
+    if asked is None or asked == config.compute_dtype or asked in coded:
         return
     if asked in FLOATS:
         raise _refused(
             f"--weights {asked}",
-            f"the engine computes in {request.compute_dtype}, and so do its weights",
+            f"the engine computes in {config.compute_dtype}, and so do its weights",
             f"give --dtype {asked}",
         )
     able = [name for name, info in BACKENDS.items() if asked in info.weights]
@@ -254,16 +247,16 @@ def _check_weights(request: BuildRequest) -> None:
         raise _refused(f"--weights {asked}", "it is unknown", f"choose one of {known}")
     raise _refused(
         f"--weights {asked}",
-        f"{request.backend} has no product of such weights",
+        f"{config.backend} has no product of such weights",
         f"build for {' or '.join(able)}",
     )
 
 
-def check_types(request: BuildRequest) -> None:
+def check_types(config: BuildConfig) -> None:
     """Python takes anything for a field; what follows compares numbers and opens
     files."""
-    for field in dataclasses.fields(request):
-        value = getattr(request, field.name)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
         kinds, said = TYPES[field.name]
         if value is None and field.default is None:
             continue
@@ -275,122 +268,77 @@ def check_types(request: BuildRequest) -> None:
             )
 
 
-def _check_choices(request: BuildRequest) -> None:
+def _check_choices(config: BuildConfig) -> None:
     """A field of few values has one of them. click checks those of a command line."""
-    for name, kind in get_type_hints(BuildRequest).items():
+    for name, kind in get_type_hints(BuildConfig).items():
         for one in (kind, *get_args(kind)):
             allowed = get_args(one) if get_origin(one) is Literal else ()
-            value = getattr(request, name)
+            value = getattr(config, name)
             if allowed and value is not None and value not in allowed:
                 said = ", ".join(map(str, allowed))
                 raise _refused(
-                    f"--{name} {value}", "it is unknown", f"choose one of {said}"
+                    f"{flag_of(name)} {value}", "it is unknown", f"choose one of {said}"
                 )
 
 
-def _check_target(request: BuildRequest) -> None:
-    targets = {
-        "--removal-rate": request.removal_rate,
-        "--compression-ratio": request.compression_ratio,
-        "--accuracy": request.accuracy,
-    }
-    given = [name for name, value in targets.items() if value is not None]
+def _check_target(config: BuildConfig) -> None:
+    given = [name for name in HOW_MUCH if getattr(config, name) is not None]
     if len(given) > 1:
-        raise _refused(
-            " and ".join(given), "each of them says how much to compress", "give one"
-        )
-    if given and request.compression == "none":
-        raise _refused(
-            f"{given[0]} with --compression none",
-            "it removes nothing",
-            "name a compression",
-        )
+        flags = " and ".join(map(flag_of, given))
+        raise _refused(flags, "each of them says how much to compress", "give one")
     for name in given:
-        if not 0 <= (targets[name] or 0) < 1 and not (
-            name == "--accuracy" and targets[name] == 1
-        ):
+        value = getattr(config, name)
+        is_whole = name == "accuracy" and value == 1
+        if not (0 <= value < 1 or is_whole):
             raise _refused(
-                f"{name} {targets[name]}",
+                f"{flag_of(name)} {value}",
                 "it is a fraction",
                 "give a number from 0 to 1",
             )
-    if request.stats and (request.calibration or request.calibration_tokens):
+    if config.stats and (config.calibration or config.calibration_tokens):
         raise _refused(
             "--stats with --calibration",
             "a Stats file is a finished calibration",
             "give one of them",
         )
-    if request.protect not in ("retrieval", "none"):
-        raise _refused(
-            f"--protect {request.protect}",
-            "it is retrieval or none",
-            "choose one of these",
-        )
-    for path in (request.text, request.retrieval, request.stats):
+    for path in (config.text, config.retrieval, config.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
-def warn_unheard(request: BuildRequest, measures: bool, by_heads: bool) -> None:
-    """Say which options nothing will look at: scripts pass the same flags to every
-    build. A default is not given.
-
-    ``measures``: the compression chooses by measurements of its own, so that it hears
-    what these are taken on.
-    """
-    given = [
-        f.name
-        for f in dataclasses.fields(request)
-        if getattr(request, f.name) != f.default
-    ]
-    for name in given:
-        flag = f"--{name.replace('_', '-')}"
-        if name in (
-            OF_BASES
-            if measures
-            else OF_COMPRESSION
-            if request.compression == "none"
-            else ()
-        ):
-            log.warning(
-                "%s has no effect with --compression %s", flag, request.compression
-            )
-        hears = request.accuracy is not None or measures or by_heads
-        if name in OF_ACCURACY and not hears:
-            log.warning("%s has no effect without --accuracy", flag)
-
-
-def _check_sizes(request: BuildRequest) -> None:
+def _check_sizes(config: BuildConfig) -> None:
     for name in COUNTS:
-        if (value := getattr(request, name)) is not None and not 0 < value < MOST:
-            raise _refused(f"--{name} {value}", "it is a count", "give 1 to 2^31 - 1")
-    if not 0 <= request.seed < 1 << 63:
+        if (value := getattr(config, name)) is not None and not 0 < value < MOST:
+            raise _refused(
+                f"{flag_of(name)} {value}", "it is a count", "give 1 to 2^31 - 1"
+            )
+    if not 0 <= config.seed < 1 << 63:
         raise _refused(
-            f"--seed {request.seed}", "it is out of range", "give 0 to 2^63 - 1"
+            f"--seed {config.seed}", "it is out of range", "give 0 to 2^63 - 1"
         )
-    if request.tokens_per_block % RANK_MULTIPLE:
+    if config.tokens_per_block % RANK_MULTIPLE:
         raise _refused(
-            f"--tokens_per_block {request.tokens_per_block}",
+            f"{flag_of('tokens_per_block')} {config.tokens_per_block}",
             f"pages are multiples of {RANK_MULTIPLE} tokens",
             "give 64 or 128",
         )
-    if request.chunk % request.tokens_per_block:
-        page = request.tokens_per_block
+    if config.chunk % config.tokens_per_block:
+        page = config.tokens_per_block
         raise _refused(
-            f"--prefill_chunk {request.chunk}",
+            f"{flag_of('prefill_chunk')} {config.chunk}",
             f"chunks are whole pages of {page} tokens",
             "give a multiple",
         )
-    least = max(request.chunk, request.batch)
-    if request.max_num_tokens is not None and request.max_num_tokens < least:
+    least = max(config.chunk, config.batch)
+    if config.max_num_tokens is not None and config.max_num_tokens < least:
         need = (
-            f"a step must hold one chunk ({request.chunk} tokens) and one token of "
-            f"every sequence ({request.batch})"
+            f"a step must hold one chunk ({config.chunk} tokens) and one token of "
+            f"every sequence ({config.batch})"
         )
         raise _refused(
-            f"--max_num_tokens {request.max_num_tokens}",
+            f"{flag_of('max_num_tokens')} {config.max_num_tokens}",
             need,
-            "raise it or lower --prefill_chunk",
+            "raise it or lower --prefill-chunk",
         )
 
 

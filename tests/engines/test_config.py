@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.engines.backends import ON_A_CPU, ON_A_GPU
-from kvlathe.engines.request import BuildRequest, check
+from kvlathe.engines.config import BuildConfig, check
 from kvlathe.plan.weight_formats import PLAIN
 
 
-def request(**fields: Any) -> BuildRequest:  # noqa: ANN401
-    return BuildRequest(Path("model"), Path("engine"), **fields)
+def request(**fields: Any) -> BuildConfig:  # noqa: ANN401
+    return BuildConfig(Path("model"), Path("engine"), **fields)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_default_never_contradicts_what_was_asked(
 def test_weights_that_a_backend_cannot_multiply_are_refused(
     fields: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    asked = BuildRequest(tmp_path, tmp_path / "engine", **cast(Any, fields))
+    asked = BuildConfig(tmp_path, tmp_path / "engine", **cast(Any, fields))
     with pytest.raises(KvlatheError, match=words):
         check(asked)
     assert not asked.output_dir.exists()
