@@ -3,10 +3,11 @@ what kernels read. For token scores that look at keys (kvlathe/plan/formula.py).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvlathe.plan.codec import TWO_255THS, PageMatrix
+from kvlathe.plan.codec import PageMatrix, worths
 from kvlathe.plan.packing import byte_codes, piece_places
 
 FLOATS = {16: torch.float16, 32: torch.float32}
@@ -43,7 +44,7 @@ def _worth(pages: Tensor, matrix: PageMatrix, rows: int, columns: int) -> Tensor
     shares = torch.from_numpy(byte_codes(form)).to(device)  # [runs, 256, together]
     runs = torch.arange(form.runs, device=device)
     codes = shares[runs, by_row[..., places]].sum(-2).flatten(-2)
-    return torch.tensor(form.table, dtype=torch.float32, device=device)[codes.int()]
+    return torch.from_numpy(worths(form)).to(device).float()[codes.int()]
 
 
 def _metadata(pages: Tensor, matrix: PageMatrix, rows: int) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,9 @@ def _metadata(pages: Tensor, matrix: PageMatrix, rows: int) -> tuple[Tensor, Ten
     by_group = halves.unflatten(1, (rows, len(groups), form.halves))
     sizes = torch.tensor(groups, device=pages.device)
     first = by_group[..., 0].repeat_interleave(sizes, -1)
-    if form.has_fixed_levels:
-        return first * float(TWO_255THS), -first
-    return first, by_group[..., 1].repeat_interleave(sizes, -1)
+    decoding = form.decoding
+    if decoding.has_minimum:
+        minimum = by_group[..., 1].repeat_interleave(sizes, -1)
+    else:
+        minimum = first * decoding.lowest
+    return first * float(np.float32(decoding.step)), minimum
