@@ -37,10 +37,10 @@ def test_a_split_is_two_formats_of_the_same_tokens() -> None:
     (group,) = made.groups
     assert [tier.bits_k for tier in group.cold] == [4, 2]
     assert group.life == Divide((0.6, 0.4))
-    assert made.observation and (
-        made.observation.recent,
-        made.observation.random,
-        made.observation.normalized,
+    assert made.index.observation and (
+        made.index.observation.recent,
+        made.index.observation.random,
+        made.index.observation.normalized,
     ) == (0.05, 0.05, True)
     assert [tier.span_k for tier in group.cold] == [0.95, 0.65]
     assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").index.tiers)
