@@ -127,11 +127,15 @@ def test_token_methods_say_what_they_calibrate_on() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "snapkv", "keyformer", "tova", "keydiff", "knorm"]
+)
 def test_budgets_are_whole_pages_and_go_with_other_formats(name: str) -> None:
     assert {group.life.most for group in plan(f"{name}:budget=250").groups} == {256}
     (both,) = plan(f"{name}+hack:bits=4").groups
     assert both.life.kind == "budget" and both.cold[0].axis_v == "rank"
+    score = plan(name).score
+    assert score is not None and score.slice_tokens == 512
 
 
 def test_prefixes_are_compacted_head_by_head_or_alike_in_any_format() -> None:
