@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.bases.rotation import Rotation
@@ -18,6 +18,7 @@ from kvlathe.export.methods.options import (
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.lives import Life
+from kvlathe.plan.plan_data import Fields
 from kvlathe.plan.stages import Stage
 from kvlathe.plan.token_score import TokenScore
 
@@ -55,7 +56,7 @@ class Decision:
     whole_heads: tuple[tuple[int, int], ...] = ()
     stages: tuple[Stage, ...] = ()
     removed: Mapping[int, int] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: Fields = field(default_factory=dict)
 
     @property
     def has_budget(self) -> bool:

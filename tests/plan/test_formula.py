@@ -87,7 +87,7 @@ def test_the_key_norm_is_the_length_of_the_key(lane: dict[str, np.ndarray]) -> N
         "-" * 400 + "norm(keys)" + "-" * 400,
     ],
 )
-def test_what_gives_no_number_a_token_is_refused(text: str) -> None:
+def test_text_that_gives_no_number_a_token_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         formula.check(text)
 

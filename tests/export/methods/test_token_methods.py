@@ -44,7 +44,7 @@ def test_a_split_is_two_formats_of_the_same_tokens() -> None:
     ) == (0.05, 0.05, True)
     assert [tier.span_k for tier in group.cold] == [0.95, 0.65]
     assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").index.tiers)
-    assert plan("zipcache:salient=1").observation is None
+    assert plan("zipcache:salient=1").score is None
     tokens, shape = 1 << 16, made.model
     plain = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * tokens
     assert 3.4 < plain / CacheLayout(made).bytes_for(tokens) < 16 / 3.2

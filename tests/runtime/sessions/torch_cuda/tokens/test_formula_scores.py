@@ -49,7 +49,9 @@ def test_torch_gives_each_token_of_a_bucket_the_number_of_the_host(
 
 
 @pytest.mark.parametrize("text", ["norm(keys) / norm(values)", "norm(values) / 0"])
-def test_what_is_no_number_ranks_last_and_nothing_before_the_newest(text: str) -> None:
+def test_tokens_without_a_number_rank_last_and_none_before_the_newest(
+    text: str,
+) -> None:
     """The same by numpy and by torch: 0 / 0, and what divides by 0."""
     layout = CacheLayout(sealing_plan(TIERS[0]))
     host = HostPages(layout, 4 * sum(layout.page_stride))
