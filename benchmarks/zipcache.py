@@ -43,8 +43,8 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.memory import bytes_left
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
@@ -98,7 +98,7 @@ def with_cold(
 def probed(**asked: Any) -> Change:  # noqa: ANN401  Probe's fields
     window = ObservationWindow(normalized=True)
     seen = dataclasses.replace(window, **asked)
-    return lambda plan: dataclasses.replace(plan, observation=seen)
+    return lambda plan: dataclasses.replace(plan, score=seen)
 
 
 def wide_values(plan: CompressionPlan) -> CompressionPlan:
@@ -245,10 +245,10 @@ class Bench:
         )
         layout, plan = CacheLayout(plan), plan if change is None else change(plan)
         if what == "probes: special":
-            assert plan.observation
+            assert plan.index.observation
             plan = dataclasses.replace(
                 plan,
-                observation=dataclasses.replace(plan.observation, special=self.special),
+                score=dataclasses.replace(plan.index.observation, special=self.special),
             )
         llm = self.engine((plan, basis), quantized)
         found = text_scores(llm, self.baseline, self.windows)

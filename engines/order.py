@@ -154,13 +154,13 @@ def _check_given(config: BuildConfig, compression: Compression) -> None:
 def _check_tokens(config: BuildConfig, outline: Decision) -> None:
     """Raise KvlatheError where tokens are chosen in a way that the backend, or a search,
     knows nothing of."""
-    ranks_tokens = outline.observation is not None
+    ranks_tokens = outline.score is not None
     check_token_ranking(config.backend, ranks_tokens or outline.compacts)
     check_windows(config.backend, outline.windowed)
     if config.accuracy is not None and ranks_tokens:
         raise KvlatheError(
             f"--accuracy cannot be used with {config.compression}",
-            "it chooses tokens by the attention they get, which no plan foresees",
+            "it chooses tokens while it runs, which no plan foresees",
             "choose its options, and look at kvlathe eval",
         )
 

@@ -31,9 +31,7 @@ other, and take each other's time."""
 def check_speculation(plan: CompressionPlan) -> None:
     """Raises KvlatheError where guesses that are wrong would leave something behind."""
     if plan.index.ranked:
-        fact = (
-            "its plan ranks tokens by what all rows attend, those of wrong guesses too"
-        )
+        fact = "its plan ranks tokens, and wrong guesses would rank among them"
         remedy = (
             "leave --speculative out, or build with a compression that ranks no tokens"
         )

@@ -121,7 +121,8 @@ STDLIB_ONLY = tuple(
         "plan/heads",
         "plan/formats",
         "plan/moves",
-        "plan/observation",
+        "plan/formula",
+        "plan/token_score",
         "plan/stages",
         "plan/lives",
         "plan/groups",
@@ -153,7 +154,7 @@ TORCH_RUNS = re.compile(
 when such an engine is loaded, and for what vLLM loads."""
 
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo)(?![a-z])",
+    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo|keydiff|knorm|tova)(?![a-z])",
     re.IGNORECASE,
 )
 SOMEONES_MACHINE = re.compile(

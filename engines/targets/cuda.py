@@ -56,7 +56,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
 def check_plan(name: str, plan: CompressionPlan) -> None:
     """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this
     plan."""
-    check_token_ranking(name, plan.index.observes)
+    check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
     refusal = refusal or ranking_refusal(plan)
@@ -99,7 +99,8 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     inputs = max(lane.input_dim for lane in plan.lanes)
     buckets, group = len(plan.index.parts), plan.model.group_size
     slots = plan.index.most_slots
-    observed = plan.index.most_in_a_layer if plan.index.ranked else 0
+    observation = plan.index.observation
+    observed = plan.index.most_in_a_layer if observation else 0
     sizes = (
         (
             f"it has {buckets} buckets, one for each window or head",

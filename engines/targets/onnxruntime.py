@@ -42,7 +42,7 @@ def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
         cuda.check_plan("cuda", plan)
     except KvlatheError:
         return ()
-    if plan.index.observes or plan.stages or node_refusal(plan):
+    if plan.index.moves_tokens or plan.stages or node_refusal(plan):
         return ()
     return cuda.ARCHITECTURES if dtype == "float16" else ()
 

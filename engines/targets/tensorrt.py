@@ -142,7 +142,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    check_token_ranking(name, plan.index.observes)
+    check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)

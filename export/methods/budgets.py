@@ -1,4 +1,4 @@
-"""Methods that keep a budget of tokens by attention: their options, and the method that
+"""Methods that keep a budget of tokens: their options, and the method that
 follows from what tokens are ranked by.
 
 >>> from kvlathe.export.methods.compression import parse
@@ -22,7 +22,7 @@ from kvlathe.export.methods.options import (
     option,
 )
 from kvlathe.plan.lives import Budget
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import TokenScore
 
 SLICED = "Tokens of a prompt that are ranked together; 0 for a whole prompt."
 
@@ -44,21 +44,17 @@ class BudgetOptions(MethodOptions):
     slice: int = option(512, count("a count of tokens"), SLICED)
 
 
-def budgeted(
-    summary: str, observation: ObservationWindow, recent: float
-) -> Method[BudgetOptions]:
+def budgeted(summary: str, score: TokenScore, recent: float) -> Method[BudgetOptions]:
     """The method whose lanes keep ``budget`` tokens: the share ``recent`` of them, unless
-    asked otherwise, is the newest, and ``observation`` ranks the others."""
+    asked otherwise, is the newest, and ``score`` ranks the others."""
 
     def plan(options: BudgetOptions, page_tokens: int) -> Decision:
-        return _kept(options, page_tokens, observation)
+        return _kept(options, page_tokens, score)
 
     return Method(summary, BudgetOptions(recent=recent), plan=plan)
 
 
-def _kept(
-    options: BudgetOptions, page_tokens: int, observation: ObservationWindow
-) -> Decision:
+def _kept(options: BudgetOptions, page_tokens: int, score: TokenScore) -> Decision:
     """One budget for every lane, in whole pages. Raises KvlatheError for less than
     one."""
     if options.budget < page_tokens:
@@ -70,5 +66,5 @@ def _kept(
     size = round(options.budget / page_tokens) * page_tokens
     return Decision(
         tokens=(Budget(size, recent=round(options.recent * size)),),
-        observation=dataclasses.replace(observation, slice_tokens=options.slice),
+        score=dataclasses.replace(score, slice_tokens=options.slice),
     )

@@ -30,8 +30,8 @@ from kvlathe.export.methods.method import Decision, Rotate
 from kvlathe.export.methods.options import RankOptions
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import TokenScore
 
 Made = tuple[CompressionPlan, Basis]
 
@@ -62,7 +62,7 @@ class CacheSettings:
 def check_layer_windows(compression: Compression, outline: Decision) -> None:
     """Raise KvlatheError where ``compression`` ranks tokens, of a model whose layers see
     windows: what is ranked counts every token of every head."""
-    if outline.observation or outline.compacts or outline.split:
+    if outline.score or outline.compacts or outline.split:
         raise KvlatheError(
             f"{compression} cannot be used with this model",
             "some of its layers see a window of tokens, and a ranking is of all tokens",
@@ -254,7 +254,7 @@ def _composed(
         page_tokens=settings.page_tokens,
         prefill_chunk=settings.prefill_chunk,
         seed=settings.seed,
-        observation=_sliced(joined, settings.prefill_chunk),
+        score=_sliced(joined, settings.prefill_chunk),
         stages=joined.stages,
         compression=compression.text,
         notes=ranks.notes | joined.notes,
@@ -303,10 +303,10 @@ def _whole_ranks(plan: CompressionPlan, whole: int) -> str:
     )
 
 
-def _sliced(joined: Decision, chunk: int) -> ObservationWindow | None:
+def _sliced(joined: Decision, chunk: int) -> TokenScore | None:
     """Slices of prompts are whole chunks; stages rank a prompt whole."""
-    observation = joined.observation
-    if observation is None:
+    score = joined.score
+    if score is None:
         return None
-    size = 0 if joined.stages else -(-observation.slice_tokens // chunk) * chunk
-    return dataclasses.replace(observation, slice_tokens=size)
+    size = 0 if joined.stages else -(-score.slice_tokens // chunk) * chunk
+    return dataclasses.replace(score, slice_tokens=size)

@@ -8,7 +8,7 @@ is full.
 from __future__ import annotations
 
 from kvlathe.export.methods.budgets import budgeted
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 
 METHOD = budgeted(
     "comparison: keep the newest tokens and those of most accumulated attention",

@@ -8,7 +8,7 @@ is added to the logarithm of the accumulated attention, once for each token.
 from __future__ import annotations
 
 from kvlathe.export.methods.budgets import budgeted
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 
 METHOD = budgeted(
     "comparison: keep the newest tokens and those of most attention, with Gumbel noise",

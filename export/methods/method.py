@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.bases.rotation import Rotation
@@ -18,8 +18,9 @@ from kvlathe.export.methods.options import (
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.lives import Life
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan_data import Fields
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import TokenScore
 
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
@@ -36,7 +37,7 @@ class Decision:
     pages are quantized to. ``split``: several of them instead, each with its share of
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
     rotated, or scaled by statistics, before that. ``tokens``: how each lane's
-    tokens live, one life for all lanes or one each; ``observation``: what they are ranked
+    tokens live, one life for all lanes or one each; ``score``: what they are ranked
     by. ``apart``: whether every lane is a group of its own.
     ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the life.
     ``stages`` of the layers. ``removed``: lanes that are filled from another head, lane
@@ -51,11 +52,11 @@ class Decision:
     scales: Scales = ""
     tokens: tuple[Life, ...] = ()
     apart: bool = False
-    observation: ObservationWindow | None = None
+    score: TokenScore | None = None
     whole_heads: tuple[tuple[int, int], ...] = ()
     stages: tuple[Stage, ...] = ()
     removed: Mapping[int, int] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: Fields = field(default_factory=dict)
 
     @property
     def has_budget(self) -> bool:

@@ -8,7 +8,7 @@ cut it to the budget too.
 from __future__ import annotations
 
 from kvlathe.export.methods.budgets import budgeted
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 
 METHOD = budgeted(
     "comparison: keep what the last rows of the prompt attend, with its neighbours",

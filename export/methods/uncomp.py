@@ -35,8 +35,8 @@ from kvlathe.export.methods.options import (
 )
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.lives import Budget
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import ObservationWindow
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def outline(options: UncompOptions, page_tokens: int) -> Decision:
     """That there are budgets, and by what tokens are ranked. Raises KvlatheError for
     options no model can have."""
     lives = tuple(Budget(size) for size in _budgets(options, page_tokens))
-    return Decision(tokens=lives, observation=observation_of(options))
+    return Decision(tokens=lives, score=observation_of(options))
 
 
 def check(options: UncompOptions, shape: ModelShape) -> None:
@@ -171,7 +171,7 @@ def choose(
     return Decision(
         removed=removed,
         tokens=tuple(lives[group] for group in groups),
-        observation=observation_of(options),
+        score=observation_of(options),
         stages=_stages(options, hidden, shape),
         notes={
             "head_votes": votes.tolist(),

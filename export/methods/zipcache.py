@@ -30,7 +30,7 @@ from kvlathe.export.methods.options import (
     option,
 )
 from kvlathe.plan.formats import WHOLE_RANK, Tier
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 
 PROBES = {
     "mixed": (0.05, 0.05),
@@ -110,7 +110,7 @@ def plan(options: ZipcacheOptions, page_tokens: int) -> Decision:
         slice_tokens=options.slice,
     )
     return Decision(
-        split=((high, share), (low, 1 - share)), scales=scales, observation=observation
+        split=((high, share), (low, 1 - share)), scales=scales, score=observation
     )
 
 

@@ -8,6 +8,7 @@ from kvlathe.plan.groups import MEND
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.plan_data import PlanData
 from kvlathe.plan.stages import layers_of
+from kvlathe.plan.token_score import ObservationWindow, TokenScore
 
 
 def check(plan: PlanData) -> None:
@@ -30,7 +31,7 @@ def check(plan: PlanData) -> None:
     _check_lanes(plan, refuse)
     _check_tiers(plan, refuse)
     _check_groups(plan, refuse)
-    _check_observation(plan, refuse)
+    _check_score(plan, refuse)
     _check_compaction(plan, refuse)
     _check_stages(plan, refuse)
 
@@ -130,51 +131,48 @@ def _check_groups(plan: PlanData, refuse: Refuse) -> None:
             refuse(f"group {i}: {problem[0]}", problem[1])
 
 
-def _check_observation(plan: PlanData, refuse: Refuse) -> None:
-    """There is an observation window where tokens are chosen, it observes some row of every window,
-    and nowhere else is one."""
+def _check_score(plan: PlanData, refuse: Refuse) -> None:
+    """There is a score where tokens are chosen, one that can be computed, and nowhere else
+    is one."""
     choosing = bool(plan.stages) or any(group.life.by_saliency for group in plan.groups)
-    observation = plan.observation
-    sees_less = any(group.life.sees.is_less for group in plan.groups)
-    if observation is not None and sees_less:
+    score = plan.score
+    if choosing != (score is not None):
         refuse(
-            "the plan has windows beside an observation window",
-            "what is observed counts every token of every lane",
+            "the plan has a token score and no life that chooses, or such a life and none",
+            "a life chooses by what the score says",
         )
-    if choosing != (observation is not None):
-        refuse(
-            "the plan has an observation window and no life that chooses, or such a life and none",
-            "a life chooses by what an observation window observes",
-        )
-    if observation is None:
+    if score is None:
         return
-    if not (
-        0 <= observation.recent <= 1
-        and 0 <= observation.random <= 1
-        and observation.last >= 0
-    ):
+    if any(group.life.sees.is_less for group in plan.groups):
         refuse(
-            f"{observation} cannot be computed",
-            "recent and random are shares, last is a count",
+            "the plan has windows beside a token score",
+            "a score ranks every token of every lane",
         )
-    if not (observation.recent or observation.random or observation.last):
-        refuse(
-            f"{observation} observes nothing",
-            "every window needs rows that rank its tokens",
-        )
-    if observation.normalized and not observation.accumulated:
-        refuse(
-            f"{observation} cannot be computed",
-            "rows at or after a token are counted from its arrival on",
-        )
-    size = observation.slice_tokens
+    if problem := score.problem():
+        refuse(*problem)
+    size = score.slice_tokens
     if size < 0 or size % plan.prefill_chunk or (size and plan.stages):
         refuse(
             f"prompts are ranked in slices of {size} tokens",
             f"slices are whole chunks of {plan.prefill_chunk}, and stages rank prompts whole",
         )
-    if observation.pooling < 1 or observation.pooling % 2 == 0 or observation.noise < 0:
-        refuse(f"{observation} cannot be computed", "pooling is odd, noise at least 0")
+    if not isinstance(score, ObservationWindow):
+        _check_unobserved(plan, score, refuse)
+
+
+def _check_unobserved(plan: PlanData, score: TokenScore, refuse: Refuse) -> None:
+    """Nothing needs observed attention, or the positions that pages have beside it."""
+    if plan.stages:
+        refuse(
+            f"the plan has stages and a score of the kind {score.kind}",
+            "rows stay by the attention that they get",
+        )
+    apart = [tier for group in plan.groups if not group.seals for tier in group.cold]
+    if any(tier.rounding == "stochastic" for tier in apart):
+        refuse(
+            f"tokens of a score of the kind {score.kind} are rounded at random",
+            "what they draw follows from positions, which their pages do not keep",
+        )
 
 
 def _check_compaction(plan: PlanData, refuse: Refuse) -> None:
@@ -214,7 +212,8 @@ def _check_stages(plan: PlanData, refuse: Refuse) -> None:
             f"stages begin at the layers {firsts}",
             "the first has layer 0 and every token, the others follow",
         )
-    least = plan.observation.last if plan.observation else 0
+    score = plan.score
+    least = score.last if isinstance(score, ObservationWindow) else 0
     if tokens != sorted(tokens, reverse=True) or any(n <= least for n in tokens):
         refuse(
             f"{tokens} tokens enter the stages",

@@ -95,10 +95,10 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
     are of one layer. Raises KvlatheError where some shard would have no query head of a
     layer, and where shards would have to rank tokens together."""
-    if num_shards > 1 and plan.index.observes:
+    if num_shards > 1 and plan.index.moves_tokens:
         raise KvlatheError(
             f"the plan cannot be dealt to {num_shards} shards",
-            "it ranks tokens by the attention of all heads",
+            "it moves single tokens, and shards move whole pages",
             "run it on one GPU, or build it with a compression that ranks no tokens",
         )
     kept = [len(plan.index.active(layer)) for layer in range(plan.model.layers)]

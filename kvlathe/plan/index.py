@@ -26,6 +26,7 @@ from kvlathe.plan.lives import KEEP, SEES_ALL, Life, Paging, Sight
 from kvlathe.plan.moves import Moves
 from kvlathe.plan.plan_data import PlanData
 from kvlathe.plan.stages import Pass, layers_of, passes
+from kvlathe.plan.token_score import ObservationWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Bucket:
     ``hot``: the bucket where these lanes' new tokens arrive, maybe this one. ``cold``: of
     a hot one, the buckets that its tokens go on to; empty where they stay. ``lives``: of
     the groups that it is of; one, but for hot pages that are sealed. ``scored``: whether
-    tokens are ranked while they are here, so that pages keep their scores.
+    its pages keep what tokens are ranked by here: observed attention, which is nowhere
+    else.
     """
 
     number: int
@@ -212,7 +214,8 @@ class PlanIndex:
             hot=hot_of[number],
             cold=tuple(sorted(cold)),
             lives=tuple(dict.fromkeys(group.life for group, _ in members)),
-            scored=any(group.life.ranks_in(place) for group, place in members),
+            scored=self.observation is not None
+            and any(group.life.ranks_in(place) for group, place in members),
             words="until they are sealed" if cold else first.life.words(place - 1),
         )
 
@@ -317,8 +320,14 @@ class PlanIndex:
 
     @property
     def ranked(self) -> bool:
-        """Whether later queries decide which tokens are kept, or how."""
-        return self.plan.observation is not None
+        """Whether tokens are ranked: a score decides which are kept, or how."""
+        return self.plan.score is not None
+
+    @property
+    def observation(self) -> ObservationWindow | None:
+        """The score, where tokens are ranked by the attention that observed rows give."""
+        score = self.plan.score
+        return score if isinstance(score, ObservationWindow) else None
 
     @property
     def compaction(self) -> float | None:
@@ -327,17 +336,23 @@ class PlanIndex:
         return shares[0] if shares else None
 
     @property
+    def moves_tokens(self) -> bool:
+        """Whether single tokens move, not pages alone: ranked ones, or those that stay of
+        a compacted prefix."""
+        return self.ranked or self.compaction is not None
+
+    @property
     def observes(self) -> bool:
         """Whether Attend reports what observed rows attend: to rank tokens, or to
         compact prefixes."""
-        return self.ranked or self.compaction is not None
+        return self.observation is not None or self.compaction is not None
 
     @property
     def keeps_positions(self) -> bool:
         """Whether scores stand beside their token's position: what counts rows or draws
         lots needs it."""
         drawn = any(tier.rounding == "stochastic" for tier in self.tiers)
-        observation = self.plan.observation
+        observation = self.observation
         return observation is not None and (
             observation.normalized or observation.noise > 0 or drawn
         )
@@ -346,9 +361,8 @@ class PlanIndex:
     def prompt_step(self) -> int:
         """A prompt's tokens move each time that so many of them are cached, and at its
         end (0: only there)."""
-        if self.plan.observation is None:
-            return self.plan.prefill_chunk
-        return self.plan.observation.slice_tokens
+        score = self.plan.score
+        return self.plan.prefill_chunk if score is None else score.slice_tokens
 
     @property
     def cuts_prompts(self) -> bool:

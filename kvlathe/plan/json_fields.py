@@ -39,10 +39,10 @@ class Where:
     words: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class OneOf:
     """Beside a base class, in ``Annotated``: the field ``kind`` names which of its
-    classes an object is."""
+    classes an object is. Types compare it by identity."""
 
     classes: Mapping[str, type]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 
 Refusal = tuple[str, str]
 """A reason and a remedy."""
@@ -37,28 +38,36 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what ranks its tokens; None where the kernels do it."""
     if not plan.index.ranked:
         return None
-    if not plan.model.shifts:
-        reason = "the model bounds its scores or has sink logits"
-        remedy = "choose another backend, or a compression that treats tokens alike"
-        return f"{reason}, by which no kernel ranks tokens", remedy
-    observation = plan.observation
-    if plan.stages and not _ranks_its_rows(plan):
-        reason = "a prompt loses rows between layers that keep no scores of its own"
-        return reason, "build without stages, or choose another backend"
-    if observation is not None and observation.special:
-        reason = "it observes tokens by their ids, which the host learns too late"
-        return reason, "choose another backend"
+    observation = plan.index.observation
+    if observation is not None and (refusal := _observing_refusal(plan, observation)):
+        return refusal
     if any(tier.rounding == "stochastic" for tier in plan.index.tiers):
         reason = "tokens that are ranked would be rounded at random"
         return reason, "round to the nearest"
     return None
 
 
-def _ranks_its_rows(plan: CompressionPlan) -> bool:
+def _observing_refusal(
+    plan: CompressionPlan, observation: ObservationWindow
+) -> Refusal | None:
+    """Of attention that the kernels do not report, or that nobody asks for in time."""
+    if not plan.model.shifts:
+        reason = "the model bounds its scores or has sink logits"
+        remedy = "choose another backend, or a compression that treats tokens alike"
+        return f"{reason}, by which no kernel ranks tokens", remedy
+    if plan.stages and not _ranks_its_rows(plan, observation):
+        reason = "a prompt loses rows between layers that keep no scores of its own"
+        return reason, "build without stages, or choose another backend"
+    if observation.special:
+        reason = "it observes tokens by their ids, which the host learns too late"
+        return reason, "choose another backend"
+    return None
+
+
+def _ranks_its_rows(plan: CompressionPlan, observation: ObservationWindow) -> bool:
     """Whether pages have what chooses the rows that stay after each stage: the attention of
     the last rows, in the stage's last layer."""
-    observation = plan.observation
-    if observation is None or observation.recent or observation.random:
+    if observation.recent or observation.random:
         return False
     layers = {plan.index.layers_of(stage)[-1] for stage in range(len(plan.stages) - 1)}
     for bucket in plan.index.buckets:

@@ -12,7 +12,7 @@ questions, and nobody else asks what kind it is:
     shared(n)          the tokens of a prefix of n that a sequence holds which ends there
     sees               the three numbers of the mask
 
-Budgets and divisions choose tokens by saliency (CompressionPlan.observation). A window
+Budgets and divisions choose tokens by saliency (CompressionPlan.score). A window
 goes by position: its pages leave as they are, and nothing is ranked.
 """
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.json_fields import OneOf
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import SCORES, TokenScore
 
 SCHEMA_VERSION = 3
 Fields = dict[str, Any]
@@ -24,7 +25,7 @@ class PlanData:
 
     ``compression`` and ``notes`` are for people and reports only: no code branches on
     them. ``page_tokens`` P and ``prefill_chunk`` (a multiple of P) fix when pages seal.
-    ``observation``: what ranks the tokens, where a life chooses among them; a prompt
+    ``score``: what ranks the tokens, where a life chooses among them; a prompt
     then stays hot until it, or a slice of it, ends and is ranked.
     ``stages``: the layers that a prompt passes one after the other, losing tokens in
     between; empty: one graph. A group's lanes are of one stage, so that it has one length.
@@ -36,7 +37,7 @@ class PlanData:
     page_tokens: int = 64
     prefill_chunk: int = 512
     seed: int = 0
-    observation: ObservationWindow | None = None
+    score: Annotated[TokenScore, OneOf(SCORES)] | None = None
     stages: tuple[Stage, ...] = ()
     compression: str = "none"
     notes: Fields = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""ObservedRows: which rows of a sequence are observed (plan.ObservationWindow), and how many have seen a
+"""ObservedRows: which rows of a sequence are observed (plan.token_score.ObservationWindow), and how many have seen a
 token.
 
 It follows from the plan, the length of the prompt and the token ids alone, never from
@@ -26,7 +26,7 @@ class ObservedRows:
 
     def __init__(self, plan: CompressionPlan, prompt: int) -> None:
         self.observation, self.prompt, self.page = (
-            plan.observation,
+            plan.index.observation,
             prompt,
             plan.page_tokens,
         )

@@ -86,7 +86,7 @@ class SequenceFactory:
     ) -> Sequence:
         """A sequence whose first ``prompt`` tokens are its prompt, computed in chunks
         that end at multiples of ``grid``."""
-        observes = self._plan.observation is not None
+        observes = self._plan.index.observation is not None
         return Sequence(
             tokens,
             prompt,

@@ -216,7 +216,7 @@ class Staged:
         """The hidden states with which the rows enter this pass; None at the first layer.
         They are gathered for its first step: one that finds no memory is tried again."""
         if self._ended is not None:
-            observation = self.plan.observation
+            observation = self.plan.index.observation
             assert observation is not None
             self._entered = self._ended.stay(self.count, observation.last)
             self._ended = None
@@ -319,6 +319,6 @@ def path_of(plan: CompressionPlan, tokens: int, chunk: int) -> PromptPath:
     Where tokens are ranked, they move after each slice of the prompt."""
     if len(plan.index.passes(tokens)) > 1:
         return Staged(plan, tokens, chunk)
-    if plan.observation is None:
+    if plan.score is None:
         return Whole.cut(tokens, chunk)
-    return Whole(tokens, chunk, plan.observation.slice_tokens)
+    return Whole(tokens, chunk, plan.score.slice_tokens)

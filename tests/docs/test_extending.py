@@ -23,9 +23,11 @@ from kvlathe.plan.lives import Window
 from kvlathe.plan.plan import CompressionPlan
 from tests.docs.pages import ROOT
 from tests.export.model import test_families
+from tests.runtime.cache.test_ranked_engine import own_llm
 from tests.runtime.sessions import test_windows
 from tests.support import checkpoints, stats_cases
-from tests.support.runtime_cases import forced, text
+from tests.support.formula_laws import Watched
+from tests.support.runtime_cases import forced, model_shape, text
 
 PAGES = ROOT / "docs" / "extending"
 BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -92,6 +94,35 @@ def test_the_format_of_the_page_is_in_the_product_and_read_as_it_is_written() ->
     for where, code in quoted:
         assert code in (ROOT / where.removeprefix("file=")).read_text("utf-8")
     exec(example, {})
+
+
+@pytest.fixture
+def vnorm() -> Iterator[dict[str, Any]]:
+    """The method of the page, registered as the page does it."""
+    _, (_, method), (_, register), _ = blocks("token_score.md")
+    module: dict[str, Any] = {}
+    exec(method, module)
+    exec(register, module)
+    yield module
+    del registry.methods()["vnorm"]
+
+
+def test_the_score_of_the_page_is_the_one_in_the_product() -> None:
+    (where, quoted), *_, (_, example) = blocks("token_score.md")
+    assert quoted == (ROOT / where.removeprefix("file=")).read_text("utf-8")
+    exec(example, {})
+
+
+@pytest.mark.parametrize("request_", ["vnorm:budget=128", "vnorm:budget=128+hack"])
+def test_the_score_of_the_page_keeps_the_tokens_of_the_longest_values(
+    vnorm: dict[str, Any], request_: str
+) -> None:
+    shape, settings = model_shape(), CacheSettings(bits=32)
+    plan, _ = compose(parse(request_), shape, True, None, RankOptions(), settings)
+    assert plan.score == vnorm["decision"].score
+    watched = Watched(own_llm(plan), lambda keys, values: values.norm(dim=-1))
+    watched.llm.logits(list(text(420)), range(299, 420), prompt=300)
+    assert watched.dropped > 500
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.lives import KEEP, SEAL, Compact, Divide, Life, Window
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.model.rows import WIDEST
 
@@ -52,7 +52,7 @@ def divided_into(count: int) -> CompressionPlan:
     return dataclasses.replace(
         plan_of(),
         groups=(Group((0,), HOT, (Tier(8, 8),) * count, life),),
-        observation=ObservationWindow(last=8),
+        score=ObservationWindow(last=8),
     )
 
 

@@ -14,8 +14,8 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import KEEP, SEAL, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from tests.native.library import ABI_VERSION, BF16, F16, AttendDecodeArgs, Part
 
 LEVELS_Q, LEVELS_P, PARTITION = 127, 255, 64
@@ -48,7 +48,7 @@ def plan_of(
         (Group(tuple(range(len(lanes))), Tier(16, 16), tuple(tiers), life),),
         page_tokens,
         8 * page_tokens,
-        observation=ObservationWindow(last=1) if life.by_saliency else None,
+        score=ObservationWindow(last=1) if life.by_saliency else None,
     )
 
 

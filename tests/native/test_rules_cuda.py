@@ -29,6 +29,7 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native.library import Library
 from tests.native.pairs import engine_pair
 from tests.support import staged_cases
+from tests.support.formula_laws import Watched, likeness
 from tests.support.observed_cases import Observation, observations
 from tests.support.ranking_laws import (
     KINDS,
@@ -47,6 +48,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "h2o": {"compression": "h2o:budget=128"},
     "snapkv": {"compression": "snapkv:budget=128"},
     "keyformer": {"compression": "keyformer:budget=128"},
+    "tova": {"compression": "tova:budget=128"},
+    "keydiff": {"compression": "keydiff:budget=128"},
+    "keydiff of codes": {"compression": "keydiff:budget=128+hack:bits=4"},
+    "knorm": {"compression": "fdc+knorm:budget=128", "removal_rate": 0.15},
     "zipcache": {"compression": "zipcache"},
     "zipcache by token": {"compression": "zipcache:keys=token,values=token"},
     "projected": {"compression": "fdc+h2o:budget=128", "removal_rate": 0.15},
@@ -107,7 +112,17 @@ def test_the_session_keeps_the_tokens_of_the_cpu(cuda: CudaLibrary, kind: str) -
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_keys_are_ranked_by_a_formula_as_the_reference_ranks_them(
+    cuda: CudaLibrary,
+) -> None:
+    plan = ranked_plan("unlike keys")
+    ours, theirs = on_gpu(cuda, plan), on_cpu(plan)
+    watched = Watched(ours, likeness)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
+    assert watched.dropped > 1000
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "unlike keys"])
 def test_ranking_tokens_on_a_gpu_never_waits_for_the_gpu(
     cuda: CudaLibrary, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support import staged_cases
 from tests.support.device_engines import HostAttention, turned
 from tests.support.emulated import RankingLibrary, emulated_kernels
+from tests.support.formula_laws import Watched, likeness
 from tests.support.host_device import HostTorchDevice
 from tests.support.nightly import rest_nightly
 from tests.support.observed_cases import Observation, observations
@@ -73,7 +74,9 @@ class RankingAttention(HostAttention):
         layout, layers = CacheLayout(plan), range(plan.model.layers)
         self.forms = {i: LayerForm(library, layout, i) for i in layers}
         most = LIMITS.max_num_tokens
-        self.observer = Observer(plan, self.forms, pool.device, most)
+        self.observer: Observer | None = None
+        if plan.index.observation is not None:
+            self.observer = Observer(plan, self.forms, pool.device, most)
 
     def run(
         self,
@@ -86,6 +89,8 @@ class RankingAttention(HostAttention):
         weights: Mapping[str, Tensor],
     ) -> Tensor:
         out = super().run(step, layer, q, k, v, angles, weights)
+        if self.observer is None:
+            return out
         assert angles is not None
         queries = turned(q, *angles, self.plan.model.head_dim)
         form = self.forms[layer]
@@ -162,6 +167,16 @@ def test_the_session_keeps_the_tokens_of_the_cpu(
     ours, theirs = in_torch(native, kernels, plan), on_cpu(plan)
     a_step_that_is_rolled_back_leaves_no_score(ours, theirs)
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 260)
+
+
+def test_keys_are_ranked_by_a_formula_as_the_reference_ranks_them(
+    native: Native, kernels: ctypes.CDLL
+) -> None:
+    plan = ranked_plan("unlike keys")
+    ours, theirs = in_torch(native, kernels, plan), on_cpu(plan)
+    watched = Watched(ours, likeness)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 260)
+    assert watched.dropped > 500
 
 
 @pytest.mark.nightly

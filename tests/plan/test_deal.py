@@ -24,8 +24,8 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Budget, Window
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from tests.support import stats_cases
 from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced
@@ -234,8 +234,8 @@ def test_a_plan_that_ranks_tokens_is_not_dealt() -> None:
     budget = dataclasses.replace(
         plan,
         groups=(Group(every, HOT, life=Budget(128)),),
-        observation=ObservationWindow(last=8),
+        score=ObservationWindow(last=8),
     )
     assert deal(budget, 1).num_shards == 1
-    with pytest.raises(KvlatheError, match="attention of all heads"):
+    with pytest.raises(KvlatheError, match="shards move whole pages"):
         deal(budget, 2)

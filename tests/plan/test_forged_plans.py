@@ -19,8 +19,8 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Budget, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 
 SHAPE = ModelShape(2, 4, 2, 32, 128, 256, 2048)
 LANES = tuple(
@@ -36,7 +36,7 @@ SEALED = CompressionPlan(
         Group(EVERY[:2], HOT, (COLD,), Budget(128, 8)),
         Group(EVERY[2:], HOT, (COLD, COLD), Divide((0.5, 0.5))),
     ),
-    observation=ObservationWindow(last=8, random=0.1),
+    score=ObservationWindow(last=8, random=0.1),
 )
 PLANS = [json.loads(plan.to_json()) for plan in (PLAIN, SEALED)]
 GARBAGE = st.one_of(

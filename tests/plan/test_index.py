@@ -22,9 +22,9 @@ from kvlathe.plan.lives import (
     Life,
     Window,
 )
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import ObservationWindow
 from tests.support.attend_cases import plan_of
 
 NEAR, FAR = Window(64, 128), Window(0, 256)
@@ -59,7 +59,7 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
         tuple(lanes),
         tuple(groups),
         prefill_chunk=64,
-        observation=ObservationWindow(last=8) if ranked else None,
+        score=ObservationWindow(last=8) if ranked else None,
         stages=(Stage(0), Stage(2, 16)) if staged else (),
     )
 

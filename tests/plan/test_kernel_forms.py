@@ -8,8 +8,8 @@ import pytest
 
 from kvlathe.plan.kernel_forms import ranking_refusal
 from kvlathe.plan.lives import KEEP
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from tests.support.ranking_laws import KINDS, ranked_plan
 from tests.support.runtime_cases import (
     compacting_plans,
@@ -42,7 +42,7 @@ SPECIAL = ObservationWindow(special=(3,), recent=0.1)
 REFUSED: dict[str, tuple[CompressionPlan, str]] = {
     "stochastic": (ranked_plans(model_shape())["divided"], "at random"),
     "special": (
-        dataclasses.replace(ranked_plan("mixed"), observation=SPECIAL),
+        dataclasses.replace(ranked_plan("mixed"), score=SPECIAL),
         "by their ids",
     ),
 }
@@ -61,7 +61,7 @@ def test_stages_are_taken_where_pages_have_what_their_rows_are_ranked_by() -> No
     assert ranking_refusal(plan) is None
     whole = dataclasses.replace(plan.groups[0], life=KEEP)
     unscored = dataclasses.replace(plan, groups=(whole, *plan.groups[1:]))
-    drawn = dataclasses.replace(plan, observation=ObservationWindow(random=0.1, last=8))
+    drawn = dataclasses.replace(plan, score=ObservationWindow(random=0.1, last=8))
     for refused in (unscored, drawn):
         refusal = ranking_refusal(refused)
         assert refusal is not None

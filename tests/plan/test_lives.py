@@ -25,8 +25,8 @@ from kvlathe.plan.lives import (
     Window,
     split_tokens,
 )
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 
 SHAPE = ModelShape(2, 2, 1, 32, 32, 64, 512)
 LANES = tuple(Lane(i, 0, 32, 32, 32) for i in range(2))
@@ -46,9 +46,9 @@ SEALED = Group(BOTH, HOT, (FOUR,), SEAL)
 
 
 def plan(
-    *groups: Group, observation: ObservationWindow | None = OBSERVATION
+    *groups: Group, score: ObservationWindow | None = OBSERVATION
 ) -> CompressionPlan:
-    return CompressionPlan(SHAPE, LANES, groups or (SPLIT,), observation=observation)
+    return CompressionPlan(SHAPE, LANES, groups or (SPLIT,), score=score)
 
 
 def hot(*lives: Life) -> tuple[Group, ...]:
@@ -65,17 +65,17 @@ def test_a_plan_with_a_probe_survives_its_file_and_the_probe_is_part_of_the_dige
     made = plan()
     assert CompressionPlan.from_json(made.to_json()) == made
     other = dataclasses.replace(
-        made, observation=dataclasses.replace(OBSERVATION, random=0.1)
+        made, score=dataclasses.replace(OBSERVATION, random=0.1)
     )
     assert other.digest != made.digest
-    plain = plan(WHOLE, observation=None)
+    plain = plan(WHOLE, score=None)
     assert CompressionPlan.from_json(plain.to_json()) == plain
 
 
 def test_facts_that_a_scheduler_needs_follow_from_the_lives() -> None:
     kinds = {
-        "one group": plan(WHOLE, observation=None),
-        "sealed": plan(SEALED, observation=None),
+        "one group": plan(WHOLE, score=None),
+        "sealed": plan(SEALED, score=None),
         "split": plan(),
     }
     found = {
@@ -145,21 +145,21 @@ def test_windows_that_cannot_be_are_refused(
     groups: Callable[[], tuple[Group, ...]],
 ) -> None:
     with pytest.raises(KvlatheError):
-        plan(*groups(), observation=None)
+        plan(*groups(), score=None)
 
 
 def test_a_window_survives_its_file_and_pages_of_any_format_may_leave() -> None:
     """Groups along the tokens lie in one page, which leaves whole."""
     window = Window(64, 128)
-    sealed = plan(Group(BOTH, HOT, (CHANNELS,), window), observation=None)
-    exact = plan(*hot(Window.of_tokens(100, 64)), observation=None)
+    sealed = plan(Group(BOTH, HOT, (CHANNELS,), window), score=None)
+    exact = plan(*hot(Window.of_tokens(100, 64)), score=None)
     for made in (sealed, exact):
         assert CompressionPlan.from_json(made.to_json()) == made
         assert made.index.sharable and not made.index.recomputable
         assert not made.index.ranked
     assert sealed.index.sight(1) == window.sees
     assert exact.index.sight(0).recent == 128
-    other = plan(Group(BOTH, HOT, (CHANNELS,), Window(64, 192)), observation=None)
+    other = plan(Group(BOTH, HOT, (CHANNELS,), Window(64, 192)), score=None)
     assert other.digest != sealed.digest
 
 
@@ -186,7 +186,7 @@ def test_probes_that_observe_nothing_or_cannot_be_are_refused(
     observation: ObservationWindow | None,
 ) -> None:
     with pytest.raises(KvlatheError):
-        plan(observation=observation)
+        plan(score=observation)
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=4), st.integers(0, 5000))

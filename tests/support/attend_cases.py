@@ -30,8 +30,8 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, Window
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 
 Array = npt.NDArray[np.float64]
 VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
@@ -162,7 +162,7 @@ def observing(plan: CompressionPlan) -> CompressionPlan:
             own = dataclasses.replace(group, cold=2 * group.cold, life=shared)
         groups.append(own)
     observation = ObservationWindow(last=1)
-    return dataclasses.replace(plan, groups=tuple(groups), observation=observation)
+    return dataclasses.replace(plan, groups=tuple(groups), score=observation)
 
 
 def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:

@@ -17,9 +17,9 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Budget, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import score_fields
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.observing import DeviceStep, LayerScores
@@ -69,9 +69,7 @@ def ranked_plans(draw: st.DrawFn) -> CompressionPlan:
         own = group_of((draw(some), draw(some)), Divide((0.5, 0.5)))
     shape = ModelShape(layers, heads * group, heads, 128, 64, 97, 256)
     observation = ObservationWindow(recent=0.5, normalized=draw(st.booleans()))
-    return CompressionPlan(
-        shape, tuple(lanes), (own,), page, page, observation=observation
-    )
+    return CompressionPlan(shape, tuple(lanes), (own,), page, page, score=observation)
 
 
 class Observation:

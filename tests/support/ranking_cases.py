@@ -16,8 +16,8 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.lives import Budget, Divide, split_tokens
 from kvlathe.plan.noise import noise, noise_key
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import path_of
@@ -185,7 +185,7 @@ def expected(
     """The positions that each lane of each bucket holds, simulated token by token in
     plain Python."""
     page = plan.page_tokens
-    assert plan.observation
+    assert plan.index.observation
     flags = ObservedRows(plan, prompt).weights(tokens_of(seed), 0, total)
     held: list[dict[int, list[int]]] = [
         {lane: [] for lane in bucket.lanes} for bucket in plan.index.buckets
@@ -208,7 +208,9 @@ def expected(
                 continue
             for lane in fresh.lanes:
                 _settled(plan, held, mass, flags, fresh.number, lane, n)
-            if not plan.observation.accumulated and (n == prompt or n % page == 0):
+            if not plan.index.observation.accumulated and (
+                n == prompt or n % page == 0
+            ):
                 mass = defaultdict(
                     float,
                     {
@@ -235,7 +237,7 @@ def _settled(
     n: int,
 ) -> None:
     observation, cold = (
-        plan.observation,
+        plan.index.observation,
         [c for c in plan.index.buckets[f].cold if lane in plan.index.buckets[c].lanes],
     )
     assert observation

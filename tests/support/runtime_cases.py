@@ -26,8 +26,8 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, Window
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import KeyFormula, ObservationWindow, TokenScore
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
@@ -60,7 +60,8 @@ MIXED = (
     Tier(4, 4, "token", "rank", 64, 64, span_k=0.95),
     Tier(2, 2, "token", "rank", 64, 64, span_k=0.65),
 )
-RANKED = ("divided", "budget", "sealed budget")
+RANKED = ("divided", "budget", "sealed budget", "unlike keys")
+UNLIKE = KeyFormula("-dot(unit(keys), unit(mean(unit(keys))))")
 CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
 torch.set_num_threads(1)  # small matrices; the tests run side by side
 BACKENDS = ("torch", "onnx")
@@ -74,7 +75,7 @@ def plan_for(
     groups: tuple[Group, ...],
     page: int = 64,
     chunk: int = 512,
-    observation: ObservationWindow | None = None,
+    score: TokenScore | None = None,
 ) -> CompressionPlan:
     """Every lane at full rank, nothing projected."""
     d = shape.head_dim
@@ -87,7 +88,7 @@ def plan_for(
         groups,
         page_tokens=page,
         prefill_chunk=chunk,
-        observation=observation,
+        score=score,
     )
 
 
@@ -173,15 +174,15 @@ def ranked_plans(
         Group(every[::2], HOT, life=budgets[0]),
         Group(every[1::2], HOT, life=budgets[1]),
     )
+    hot_one = Group(every[:1], HOT, life=budgets[1])
     last = ObservationWindow(last=8, accumulated=False)
     plan_of = partial(plan_for, shape, page=page, chunk=chunk)
     return {
-        "mixed": plan_of((Group(every, HOT, MIXED, divide),), observation=NORMALIZED),
-        "divided": plan_of(
-            (Group(every, HOT, (U8, FOUR), divide),), observation=NORMALIZED
-        ),
-        "budget": plan_of(hot, observation=last),
-        "sealed budget": plan_of(sealed, observation=HEAVY),
+        "mixed": plan_of((Group(every, HOT, MIXED, divide),), score=NORMALIZED),
+        "divided": plan_of((Group(every, HOT, (U8, FOUR), divide),), score=NORMALIZED),
+        "budget": plan_of(hot, score=last),
+        "sealed budget": plan_of(sealed, score=HEAVY),
+        "unlike keys": plan_of((sealed[0], hot_one), score=UNLIKE),
     }
 
 

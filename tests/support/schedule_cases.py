@@ -14,9 +14,9 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import KEEP, Budget
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.cache.pool import PagePool
@@ -69,9 +69,7 @@ def staged(budgets: bool) -> CompressionPlan:
         (Stage(0), Stage(1, 48), Stage(2, 24)),
         ObservationWindow(last=8, accumulated=not budgets),
     )
-    return dataclasses.replace(
-        whole, groups=groups, stages=stages, observation=observation
-    )
+    return dataclasses.replace(whole, groups=groups, stages=stages, score=observation)
 
 
 def engine_for(

@@ -18,9 +18,9 @@ from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.lives import Budget
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import Staged
 from kvlathe.runtime.sessions.host.onnx import OrtSession
@@ -61,7 +61,7 @@ def budgeted_stages(cold: Tier | None = None) -> CompressionPlan:
         whole,
         groups=tuple(groups),
         stages=THREE,
-        observation=EIGHT,
+        score=EIGHT,
         prefill_chunk=128,
     )
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvlathe.plan.codec import noise_key
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.page_table import PageChange
 from kvlathe.runtime.scheduling.sequence import Chunk
 from kvlathe.runtime.scheduling.step import Step, StepPart
@@ -24,7 +24,7 @@ from kvlathe.runtime.sessions.protocols import StepPlan
 
 
 class TokenRanking(StepPart):
-    """What an engine has beside its steps where its plan ranks tokens."""
+    """What an engine has beside its steps where its plan ranks tokens by attention."""
 
     def __init__(self, layout: CacheLayout, observation: ObservationWindow) -> None:
         self.layout = layout
@@ -33,8 +33,8 @@ class TokenRanking(StepPart):
 
     @classmethod
     def parts(cls, layout: CacheLayout) -> list[StepPart]:
-        """The part of a plan that ranks tokens; none where it does not."""
-        observation = layout.plan.observation
+        """The part of a plan whose score is an observation window; none of others."""
+        observation = layout.plan.index.observation
         return [] if observation is None else [cls(layout, observation)]
 
     def before(self, step: Step, plan: StepPlan) -> StepPlan:

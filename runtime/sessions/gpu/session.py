@@ -104,6 +104,7 @@ class DeviceSession(DevicePages, Session):
         """Raises KvlatheError where the GPU lacks memory."""
         super().__init__(device, library, plan, pool)
         self.limits, self.compute = limits, compute
+        self._observes = plan.index.observation is not None
         self.widths = decode_widths(plan, limits)
         self.batch_sizes = graph_batch_sizes(limits.max_batch_size)
         self._graphs: dict[int, DecodeGraph] = {}
@@ -127,7 +128,7 @@ class DeviceSession(DevicePages, Session):
             self._send(step, graph.buffer, graph.arrays)
             graph.replay()
             return self._rows_of(self._logits, rows)
-        return self.launch_alone(step, kind, self.plan.index.ranked)
+        return self.launch_alone(step, kind, self._observes)
 
     def launch_alone(
         self, step: StepPlan, kind: StepKind, observes: bool, more: Bindings = NOTHING
@@ -182,7 +183,7 @@ class DeviceSession(DevicePages, Session):
         """The CUDA graph that decodes ``batch`` sequences."""
         size = next(n for n in self.batch_sizes if n >= batch)
         if size not in self._graphs:
-            form = StepForm(size, size, size, self.widths, self.plan.index.ranked)
+            form = StepForm(size, size, size, self.widths, self._observes)
             buffer = StepBuffer(self.device, form)
             arrays = self._arrays_of(buffer, form, 1, StepKind(True, size))
             work = partial(self._queue, arrays, self._logits)

@@ -4,14 +4,14 @@ in numpy.
 A page is one contiguous range, so each bucket sees the arena as a table [page id,
 page_stride] of bytes; copying, swapping, sealing and moving tokens are operations on
 rows of it. What computes a step (ONNX Runtime, a native library, a reference in a test)
-is a subclass that adds ``run`` and calls ``append`` and, where the plan has an observation window,
-``page_scores``.
+is a subclass that adds ``run`` and calls ``append`` and, where the plan has an
+observation window, ``page_scores``.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -20,12 +20,19 @@ import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import FLOATS, Bytes, Positions, matrices
+from kvlathe.plan.formula import INPUTS, inputs_of
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
+from kvlathe.plan.token_score import KeyFormula
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.page_scores import PageScores
-from kvlathe.runtime.sessions.host.saliency import ranked, saliency, selected
+from kvlathe.runtime.sessions.host.saliency import (
+    by_formula,
+    ranked,
+    saliency,
+    selected,
+)
 from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves, PageSelection
 from kvlathe.runtime.sessions.protocols import (
     Capability,
@@ -208,15 +215,37 @@ class HostPages(PageMover):
 
     def select(self, one: PageSelection) -> None:
         """Order the tokens of a bucket by saliency, and move them to their targets."""
-        observation, selection = self.plan.observation, one.selection
-        assert observation is not None
-        scores = self.scores(selection.bucket, one.pages, selection.length)
-        salient = saliency(observation, scores, one.seen, one.keys)
-        parts = selected(selection, ranked(salient, selection.newest))
+        selection = one.selection
+        parts = selected(selection, ranked(self._salient(one), selection.newest))
         for target, pages, places in zip(
             selection.targets, one.targets, parts, strict=True
         ):
             self.move(selection.bucket, one.pages, target.bucket, pages, places)
+
+    def _salient(self, one: PageSelection) -> npt.NDArray[np.floating]:
+        """[lanes, tokens]: the saliency of a bucket's tokens, by the plan's score."""
+        bucket, length = one.selection.bucket, one.selection.length
+        if isinstance(self.plan.score, KeyFormula):
+            text = self.plan.score.formula
+            lanes = self.cached(bucket, one.pages, length, inputs_of(text))
+            return by_formula(text, lanes)
+        observation = self.plan.index.observation
+        assert observation is not None
+        scores = self.scores(bucket, one.pages, length)
+        return saliency(observation, scores, one.seen, one.keys)
+
+    def cached(
+        self, bucket: int, pages: Sequence[int], tokens: int, names: Container[str]
+    ) -> Iterator[dict[str, npt.NDArray[np.float64]]]:
+        """Those of formula.INPUTS that have one of ``names``, of each lane: [tokens,
+        rank], from the first ``tokens`` tokens in ``pages`` of a bucket."""
+        rows = [self.rows[bucket][page] for page in pages]
+        for pair in self.matrices[bucket].values():
+            yield {
+                name: np.concatenate([*map(matrix.read, rows)])[:tokens].astype(float)
+                for name, matrix in zip(INPUTS, pair, strict=True)
+                if name in names
+            }
 
     def move(
         self,

@@ -1,16 +1,18 @@
-"""Which tokens of each lane are the most salient (observation.ObservationWindow), from
-the scores in their pages, in numpy. torch_cuda/saliency.py computes the same."""
+"""Which tokens of each lane are the most salient (kvlathe/plan/token_score.py), from the
+scores in their pages, or from their keys and values, in numpy. torch_cuda/tokens/
+computes the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.codec import noise
+from kvlathe.plan.formula import evaluate
 from kvlathe.plan.moves import Selection, Target
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.sessions.protocols import Scores
 
 Floats = npt.NDArray[np.float32]
@@ -43,6 +45,16 @@ def saliency(
     return salient.astype(np.float32)
 
 
+def by_formula(
+    text: str, lanes: Iterable[Mapping[str, npt.NDArray[np.float64]]]
+) -> npt.NDArray[np.float64]:
+    """[lanes, n] by a formula of what each lane has cached, of n tokens. What is no number
+    ranks last; nothing ranks before the newest tokens."""
+    with np.errstate(all="ignore"):
+        salient = np.stack([evaluate(text, inputs) for inputs in lanes])
+    return np.nan_to_num(salient, nan=-np.inf, neginf=-np.inf)
+
+
 def gumbel(keys: Sequence[int], positions: npt.NDArray[np.int32]) -> Floats:
     """A Gumbel variate for each token [lanes, n], from its lane's key and its
     position."""
@@ -62,7 +74,7 @@ def pooled(x: Floats, width: int) -> Floats:
     return neighbours.max(-1)
 
 
-def ranked(salient: Floats, newest: int) -> npt.NDArray[np.int64]:
+def ranked(salient: npt.NDArray[np.floating], newest: int) -> npt.NDArray[np.int64]:
     """Places [lanes, n], the most salient first (of equals the older); the ``newest``
     places before all others."""
     first = salient.copy()

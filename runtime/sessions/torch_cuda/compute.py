@@ -67,7 +67,7 @@ def session_of(
     if plan.stages:
         return StagedSession(device, library, plan, limits, pool, compute)
     session = TorchSession
-    if plan.index.observes:
+    if plan.index.moves_tokens:
         session = EvictingSession if plan.index.ranked else CompactingSession
     return session(device, library, plan, limits, pool, compute)
 

@@ -73,9 +73,13 @@ def bytes_of(array: DeviceArray) -> Tensor:
 
 
 def int64_on(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Numbers of the host as int64 on a device. Nothing waits: a GPU reads them from
+    """Numbers of the host as int64 on a device, as ``tensor_on``."""
+    return tensor_on(np.ascontiguousarray(numbers, np.int64), device)
+
+
+def tensor_on(array: np.ndarray, device: torch.device) -> Tensor:
+    """A contiguous array of the host on a device. Nothing waits: a GPU reads it from
     pinned memory."""
-    array = np.ascontiguousarray(numbers, np.int64)
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

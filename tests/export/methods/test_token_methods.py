@@ -37,14 +37,14 @@ def test_a_split_is_two_formats_of_the_same_tokens() -> None:
     (group,) = made.groups
     assert [tier.bits_k for tier in group.cold] == [4, 2]
     assert group.life == Divide((0.6, 0.4))
-    assert made.observation and (
-        made.observation.recent,
-        made.observation.random,
-        made.observation.normalized,
+    assert made.index.observation and (
+        made.index.observation.recent,
+        made.index.observation.random,
+        made.index.observation.normalized,
     ) == (0.05, 0.05, True)
     assert [tier.span_k for tier in group.cold] == [0.95, 0.65]
     assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").index.tiers)
-    assert plan("zipcache:salient=1").observation is None
+    assert plan("zipcache:salient=1").score is None
     tokens, shape = 1 << 16, made.model
     plain = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * tokens
     assert 3.4 < plain / CacheLayout(made).bytes_for(tokens) < 16 / 3.2
@@ -127,11 +127,15 @@ def test_token_methods_say_what_they_calibrate_on() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "snapkv", "keyformer", "tova", "keydiff", "knorm"]
+)
 def test_budgets_are_whole_pages_and_go_with_other_formats(name: str) -> None:
     assert {group.life.most for group in plan(f"{name}:budget=250").groups} == {256}
     (both,) = plan(f"{name}+hack:bits=4").groups
     assert both.life.kind == "budget" and both.cold[0].axis_v == "rank"
+    score = plan(name).score
+    assert score is not None and score.slice_tokens == 512
 
 
 def test_prefixes_are_compacted_head_by_head_or_alike_in_any_format() -> None:

@@ -28,9 +28,9 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Budget
 from kvlathe.plan.memory import memory_table
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
+from kvlathe.plan.token_score import ObservationWindow
 
 SHAPE = ModelShape(
     layers=4,
@@ -188,7 +188,7 @@ def test_formats_budgets_and_stages_are_said() -> None:
         shape,
         lanes,
         groups,
-        observation=ObservationWindow(last=8, accumulated=False),
+        score=ObservationWindow(last=8, accumulated=False),
         stages=stages,
     )
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", words(make_data(plan))))
@@ -225,7 +225,7 @@ def sealed_plan(budget: int = 0) -> CompressionPlan:
         Group((1, 3), Tier(16, 16), (Tier(2, 2, axis_v="rank"),), life),
     )
     window = ObservationWindow(last=8) if budget else None
-    return CompressionPlan(shape, lanes, groups, observation=window)
+    return CompressionPlan(shape, lanes, groups, score=window)
 
 
 def test_bits_of_heads_are_shown_where_pages_are_quantized() -> None:

@@ -22,8 +22,8 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from tests.support.runtime_cases import MODEL, decoder, llm, model_shape, plans, text
 
 PAGE = 64
@@ -136,7 +136,7 @@ def test_a_plan_that_chooses_tokens_is_refused() -> None:
     (group,) = plan.groups
     halves = dataclasses.replace(group, cold=2 * group.cold, life=Divide((0.5, 0.5)))
     chosen = dataclasses.replace(
-        plan, groups=(halves,), observation=ObservationWindow(last=8)
+        plan, groups=(halves,), score=ObservationWindow(last=8)
     )
     with pytest.raises(KvlatheError, match="chooses tokens"):
         sealed.reading(decoder_from(Checkpoint(MODEL), chosen, Basis()))

@@ -15,8 +15,8 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.groups import Group
 from kvlathe.plan.lives import SEAL, Budget, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
@@ -100,7 +100,7 @@ def test_a_budget_for_everything_is_no_rule() -> None:
     shape = model_shape()
     every = tuple(range(shape.layers * shape.kv_heads))
     roomy = Group(every, HOT, life=Budget(1024))
-    plan = plan_for(shape, (roomy,), observation=HEAVY)
+    plan = plan_for(shape, (roomy,), score=HEAVY)
     ids, rows = list(text(400)), range(199, 399)
     plain = llm("torch", "one").logits(ids, rows)
     assert np.abs(own_llm(plan).logits(ids, rows, prompt=200) - plain).max() < 1e-3
@@ -115,7 +115,7 @@ def test_one_share_of_everything_is_a_plain_tier() -> None:
         U8, axis_v="rank"
     )  # by token: where a token lies does not matter
     divided = Group(every, HOT, (tier,), Divide((1.0,)))
-    ranked = plan_for(shape, (divided,), observation=NORMALIZED)
+    ranked = plan_for(shape, (divided,), score=NORMALIZED)
     plain = plan_for(shape, (Group(every, HOT, (tier,), SEAL),), chunk=512)
     ids = list(text(330))
     engine = own_llm(plain)
@@ -148,7 +148,7 @@ def test_the_ranking_agrees_with_the_attention_of_transformers(
     """Salient tokens of every lane, from the attention probabilities of another
     implementation."""
     count, shape = 256, model_shape()
-    plan = dataclasses.replace(ranked_plans(shape)["divided"], observation=observation)
+    plan = dataclasses.replace(ranked_plans(shape)["divided"], score=observation)
     engine = own_llm(plan)
     ids = list(text(count))
     flags = ObservedRows(plan, count).weights(ids, 0, count)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.llm import LLM
@@ -46,7 +46,7 @@ def test_observed_rows_follow_from_the_sequence_alone(
     observation: ObservationWindow, prompt: int, cuts: list[int]
 ) -> None:
     plan = dataclasses.replace(
-        ranked_plans(SHAPE, PAGE, PAGE)["divided"], observation=observation
+        ranked_plans(SHAPE, PAGE, PAGE)["divided"], score=observation
     )
     tokens = np.random.default_rng(prompt).integers(0, 97, 1000).tolist()
     whole, end, pieces, found = (

@@ -19,9 +19,9 @@ from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.plan.groups import Group
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Budget
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Pass, Stage
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
@@ -51,7 +51,7 @@ def staged(*stages: Stage, split: bool = False) -> CompressionPlan:
         whole,
         groups=tuple(groups),
         stages=stages,
-        observation=ObservationWindow(last=8),
+        score=ObservationWindow(last=8),
     )
 
 
@@ -311,7 +311,7 @@ def budgeted(budget: int, *stages: Stage) -> CompressionPlan:
     life = Budget(budget, recent=16)
     groups = tuple(dataclasses.replace(group, life=life) for group in plan.groups)
     return dataclasses.replace(
-        plan, groups=groups, observation=ObservationWindow(last=8, accumulated=False)
+        plan, groups=groups, score=ObservationWindow(last=8, accumulated=False)
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Budget
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.protocols import check_session
 from tests.support.checkpoints import full_plan
@@ -21,7 +21,7 @@ def test_a_session_without_scores_refuses_a_plan_that_ranks_tokens() -> None:
     ranking = dataclasses.replace(
         plain,
         groups=(dataclasses.replace(plain.groups[0], life=Budget(128)),),
-        observation=ObservationWindow(last=8),
+        score=ObservationWindow(last=8),
     )
     pool = PagePool(CacheLayout(ranking), 1 << 20)
     scoreless, scoring = FakeSession(ranking, pool), RankedSession(ranking, pool)

@@ -165,8 +165,8 @@ def test_prompts_that_are_ranked_in_slices_need_no_room_for_whole_ones() -> None
     """Twice the prompt takes twice the room beside the batch where it is ranked whole,
     and no more than before where it is ranked in slices."""
     plan = PLANS["mixed"]
-    assert plan.observation
-    window = dataclasses.replace(plan.observation, slice_tokens=64)
-    sliced = dataclasses.replace(plan, observation=window)
+    assert plan.index.observation
+    window = dataclasses.replace(plan.index.observation, slice_tokens=64)
+    sliced = dataclasses.replace(plan, score=window)
     assert beside_the_batch(plan, 4096) > 1.5 * beside_the_batch(plan, 2048)
     assert beside_the_batch(sliced, 4096) < 1.1 * beside_the_batch(sliced, 2048)

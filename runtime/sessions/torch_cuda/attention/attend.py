@@ -109,7 +109,7 @@ class Attention:
         size = workspace_bytes(library, layers.values(), most_rows)
         workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         observers: list[StepObserver] = []
-        if plan.index.ranked:
+        if plan.index.observation is not None:
             forms = {i: layer.form for i, layer in layers.items()}
             observers.append(Observer(plan, forms, pool.device, most_rows))
         if plan.index.compaction is not None:

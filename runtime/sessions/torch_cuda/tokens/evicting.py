@@ -1,6 +1,6 @@
-"""EvictingSession: a TorchSession whose plan ranks tokens. The kernels add what observed rows
-attend to the scores in the pages. Tokens are
-ranked there, too: once a slice of a prompt, and once a page of what follows."""
+"""EvictingSession: a TorchSession whose plan ranks tokens. The kernels add what observed
+rows attend to the scores in the pages; a formula needs the pages alone. Tokens are ranked
+there, too: once a slice of a prompt, and once a page of what follows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
+from kvlathe.plan.token_score import KeyFormula
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import FLOAT, Device, DeviceArray
@@ -32,6 +33,7 @@ from kvlathe.runtime.sessions.protocols import (
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, int64_on, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.keys import FormulaScores
 from kvlathe.runtime.sessions.torch_cuda.tokens.saliency import (
     ranked,
     saliency,
@@ -64,6 +66,9 @@ class EvictingSession(TorchSession):
         self.library = library
         self._pages_end = pool.nbytes - scratch_bytes(plan)
         self._scores = DeviceScores(self.layout, bytes_of(pool))
+        self._formula: FormulaScores | None = None
+        if isinstance(plan.score, KeyFormula):
+            self._formula = FormulaScores(self.layout, plan.score, bytes_of(pool))
         self._token_fields: dict[tuple[int, int], Fields] = {}
 
     def launch(self, step: StepPlan) -> DeviceArray:
@@ -118,21 +123,27 @@ class EvictingSession(TorchSession):
     def select(self, one: PageSelection) -> None:
         """Order the tokens of a bucket by saliency, and move them to their targets.
         Nothing waits: the order is made where the scores are."""
-        observation, selection = self.plan.observation, one.selection
+        selection = one.selection
+        order = ranked(self._salient(one), selection.newest)
+        for target, own in zip(selection.targets, one.targets, strict=True):
+            places = selected(target, order)
+            self.place(selection.bucket, one.pages, target.bucket, own, places)
+
+    def _salient(self, one: PageSelection) -> Tensor:
+        """[lanes, tokens]: the saliency of a bucket's tokens, by the plan's score."""
+        bucket, length = one.selection.bucket, one.selection.length
+        if self._formula is not None:
+            return self._formula.of(bucket, one.pages, length)
+        observation = self.plan.index.observation
         assert observation is not None
-        bucket = selection.bucket
-        scores = self._scores.of(bucket, one.pages, selection.length)
-        salient = saliency(
+        scores = self._scores.of(bucket, one.pages, length)
+        return saliency(
             observation,
             scores[0],
             scores[1] if self.plan.index.keeps_positions else None,
             None if one.seen is None else int64_on(one.seen, self._scores.device),
             int64_on(one.keys, self._scores.device),
         )
-        order = ranked(salient, selection.newest)
-        for target, own in zip(selection.targets, one.targets, strict=True):
-            places = selected(target, order)
-            self.place(bucket, one.pages, target.bucket, own, places)
 
     def move(
         self,

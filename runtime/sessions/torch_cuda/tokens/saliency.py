@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlathe.plan.moves import Target
 from kvlathe.plan.noise import UNIT, drawn
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 
 LARGEST = torch.finfo(torch.float32).max
 LEAST = torch.finfo(torch.float32).tiny

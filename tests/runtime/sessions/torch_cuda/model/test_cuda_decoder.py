@@ -29,8 +29,8 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.lives import SEAL, Divide
-from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import (
     APPENDED,
@@ -163,7 +163,7 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     many = dataclasses.replace(
         plan,
         groups=(Group(every, HOT, (HOT, HOT, HOT), Divide((0.5, 0.25, 0.25))),),
-        observation=ObservationWindow(last=8),
+        score=ObservationWindow(last=8),
     )
     hot = dataclasses.replace(plan, groups=(Group(every, Tier(32, 32)),))
     queries = dataclasses.replace(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlathe.plan.moves import Selection, Target
-from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host import saliency as host
 from kvlathe.runtime.sessions.protocols import Scores
