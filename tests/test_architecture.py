@@ -36,7 +36,8 @@ MAY_SEE: dict[str, set[str]] = {
     "frontier": {"base", "plan", "export", "engines", "runtime", "evaluation"},
     "integrations": {"base", "plan", "runtime"},
 }
-"""Which room may import which. kvlathe/cli and what lies beside it may import all."""
+"""The rooms that each room may import. kvlathe/cli and what lies beside it may import
+all."""
 
 INSIDE: dict[str, dict[str, set[str]]] = {
     "export": {

@@ -112,8 +112,8 @@ def _check_tiers(plan: PlanData, refuse: Refuse) -> None:
 
 
 def _check_groups(plan: PlanData, refuse: Refuse) -> None:
-    """Every kept lane is in one group, all groups have one hot format, and lives go with
-    the page."""
+    """Every kept lane is in one group, all groups have one hot format, and lives go
+    with the page."""
     lanes = sorted(lane for group in plan.groups for lane in group.lanes)
     if lanes != [i for i, lane in enumerate(plan.lanes) if not lane.removed]:
         refuse(
@@ -131,8 +131,8 @@ def _check_groups(plan: PlanData, refuse: Refuse) -> None:
 
 
 def _check_observation(plan: PlanData, refuse: Refuse) -> None:
-    """There is an observation window where tokens are chosen, it observes some row of every window,
-    and nowhere else is one."""
+    """There is an observation window where tokens are chosen, it observes some row of
+    every window, and nowhere else is one."""
     choosing = bool(plan.stages) or any(group.life.by_saliency for group in plan.groups)
     observation = plan.observation
     sees_less = any(group.life.sees.is_less for group in plan.groups)
@@ -178,8 +178,8 @@ def _check_observation(plan: PlanData, refuse: Refuse) -> None:
 
 
 def _check_compaction(plan: PlanData, refuse: Refuse) -> None:
-    """Where prefixes are compacted, nothing else chooses tokens, and no code depends on
-    a token's position."""
+    """Refuse compacted prefixes where anything else chooses tokens, or a code depends
+    on a token's position."""
     shares = {group.life.compaction for group in plan.groups}
     if shares == {None}:
         return

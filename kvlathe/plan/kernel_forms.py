@@ -1,5 +1,5 @@
-"""Which formats of quantized pages, and which ranking of tokens, engines may ask of the CUDA
-kernels. A build refuses the others, and so does a session on a GPU when it loads a
+"""The formats of quantized pages and the ranking of tokens that engines may ask of the
+CUDA kernels. A build refuses the others, and so does a session on a GPU when it loads a
 plan."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ Refusal = tuple[str, str]
 
 
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of the first of its quantized pages that may not be; None where all may."""
+    """The refusal of the first of its quantized pages that may not be; None where all
+    may."""
     for bucket in plan.index.buckets:
         if not bucket.tier.is_coded:
             continue
@@ -24,7 +25,8 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what the node that ONNX Runtime and TensorRT run on a GPU does not compute."""
+    """The refusal of what the node that ONNX Runtime and TensorRT run on a GPU does not
+    compute."""
     if plan.model.shifts:
         return None
     return (
@@ -34,7 +36,7 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what ranks its tokens; None where the kernels do it."""
+    """The refusal of what ranks its tokens; None where the kernels do it."""
     if not plan.index.ranked:
         return None
     if not plan.model.shifts:
@@ -55,8 +57,8 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def _ranks_its_rows(plan: CompressionPlan) -> bool:
-    """Whether pages have what chooses the rows that stay after each stage: the attention of
-    the last rows, in the stage's last layer."""
+    """Whether pages have what chooses the rows that stay after each stage: the
+    attention of the last rows, in the stage's last layer."""
     observation = plan.observation
     if observation is None or observation.recent or observation.random:
         return False

@@ -198,8 +198,7 @@ class Life:
         """Pages of each tier that a sequence growing to ``tokens`` tokens, of which up to
         ``prompt`` are its prompt, can need at one time."""
         decode = self._peak(tokens, self._decode_step(at), at)
-        begin = self._peak(prompt, at.prompt_step or prompt, at)
-        return tuple(map(max, decode, begin))
+        return tuple(map(max, decode, self._peak(prompt, at.prompt_step or prompt, at)))
 
     def _decode_step(self, at: Paging) -> int:
         """Tokens between two moves of a decode."""
@@ -270,8 +269,7 @@ class Window(Life):
 
     def problem(self, page_tokens: int) -> Problem | None:
         for name, tokens in (("first", self.sink), ("newest", self.recent)):
-            is_possible = 0 <= tokens < NO_END
-            if not is_possible or tokens % page_tokens:
+            if not 0 <= tokens < NO_END or tokens % page_tokens:
                 fact = f"it has a window of {tokens} {name} tokens"
                 return fact, f"windows are whole pages of {page_tokens}"
         held = self.of_tokens(self.exact, page_tokens).recent

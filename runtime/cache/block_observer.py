@@ -1,4 +1,5 @@
-"""Who wants to know which blocks of prefixes are kept: a router."""
+"""The interface of whoever wants to know which blocks of prefixes are kept: a
+router."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Protocol
 
 
 class BlockObserver(Protocol):
-    """Told which blocks are kept, in the engine's thread. It must not block or raise."""
+    """Told which blocks are kept, in the engine's thread. It must not block or
+    raise."""
 
     def stored(
         self, key: bytes, before: bytes | None, tokens: Sequence[int], salt: bytes

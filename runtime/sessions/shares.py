@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
-    """Which sequences pass a stage, [B]."""
+    """Whether each sequence passes a stage, [B]."""
     if step.stages is None:
         return np.ones(len(step.lengths), np.bool_)
     first = step.stages[:, 0]

@@ -63,14 +63,12 @@ class Graph:
         """Raises KvlatheError where the graph was exported for another plan: it would
         fail in its first step, or read rows as what they are not."""
         lanes = (lane for lane in self.plan.lanes if not lane.removed)
-        pool = dict.fromkeys(POOLS, self.plan.index.unit)
-        widths = pool | {
+        widths = dict.fromkeys(POOLS, self.plan.index.unit) | {
             "lengths": len(self.buckets),
             "logits": self.plan.model.vocab_size,
             "rows": sum(lane.rank_k + lane.rank_v for lane in lanes),
         }
-        graph = (*self._session.get_inputs(), *self._session.get_outputs())
-        for entry in graph:
+        for entry in (*self._session.get_inputs(), *self._session.get_outputs()):
             width = widths.get(entry.name)
             if width is not None and entry.shape[-1] != width:
                 raise KvlatheError(
@@ -81,10 +79,9 @@ class Graph:
 
     def bind(self, memory: npt.NDArray[np.uint8]) -> None:
         """Read the cache from ``memory``."""
-        views = typed_views(memory, self.plan.index.unit)
         self.pool = {
             n: ort.OrtValue.ortvalue_from_numpy(view)
-            for n, view in views.items()
+            for n, view in typed_views(memory, self.plan.index.unit).items()
             if n in self._inputs
         }
 
@@ -132,9 +129,9 @@ class OrtSession(HostPages, Session):
     if ONNX Runtime refuses one."""
 
     attention = "the function that the ONNX model carries (standard operators, CPU)"
-    """What runs kvlathe::Attend here."""
+    """The code that runs kvlathe::Attend here."""
     shares: Callable[[StepPlan, int, int], Iterator[Share]] = staticmethod(by_size)
-    """How what passes a stage is cut up, given the tokens of a page."""
+    """The way in which a stage's sequences are cut up, given the tokens of a page."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class OrtSession(HostPages, Session):
         )
 
     def options(self, threads: int | None) -> ort.SessionOptions:
-        """How ONNX Runtime opens the model."""
+        """Options with which ONNX Runtime opens the model."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = machine.threads(threads)
         options.inter_op_num_threads = 1
@@ -178,8 +175,9 @@ class OrtSession(HostPages, Session):
             out, rows = self.graphs[0].run(step, None)
             self.append(step, rows)
             return out.astype(np.float32, copy=False)
-        vocabulary = self.plan.model.vocab_size
-        logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
+        logits = np.empty(
+            (len(step.logit_rows), self.plan.model.vocab_size), np.float32
+        )
         hidden = passes.entering(step, self._width)
         last = len(self.graphs) - 1
         observed: list[tuple[StepPlan, npt.NDArray[np.float32], int]] = []
@@ -232,7 +230,7 @@ class OrtSession(HostPages, Session):
 
     @property
     def _width(self) -> int:
-        """Of the hidden states between two stages, where there are any."""
+        """The width of the hidden states between two stages, where there are any."""
         return self.plan.model.hidden_size if len(self.graphs) > 1 else 0
 
 
