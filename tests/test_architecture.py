@@ -129,7 +129,6 @@ STDLIB_ONLY = tuple(
         "plan/plan_data",
         "plan/index",
         "plan/check",
-        "plan/check_sizes",
         "plan/plan",
         "plan/json_fields",
         "plan/manifest",

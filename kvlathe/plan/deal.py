@@ -24,9 +24,8 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 from kvlathe.plan.plan_data import Fields
-from kvlathe.plan.shard_plan import ShardPlan
 
 Load = npt.NDArray[np.float64]
 """The load of a lane or a shard: its weighted bytes in each bucket, and their sum."""

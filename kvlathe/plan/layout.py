@@ -27,8 +27,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.formats import META_BYTES, aligned
 from kvlathe.plan.index import Bucket
-from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.shard_plan import ShardPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 
 TABLE_COLUMNS = (
     "layer",

@@ -25,15 +25,28 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import add
+from typing import Protocol
 
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.arena import OutOfPages
-from kvlathe.runtime.cache.block_observer import BlockObserver
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.page_table import Block, CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
+
+
+class BlockObserver(Protocol):
+    """Told which blocks are kept, in the engine's thread. It must not block or
+    raise."""
+
+    def stored(
+        self, key: bytes, before: bytes | None, tokens: Sequence[int], salt: bytes
+    ) -> None:
+        """A block of ``tokens``, after the block ``before``, of the tenant ``salt``."""
+        ...
+
+    def removed(self, key: bytes) -> None: ...
 
 
 class PrefixCache:
