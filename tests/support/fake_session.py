@@ -28,7 +28,7 @@ from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import Capability, Int32, Session, StepPlan
-from kvlathe.runtime.sessions.shares import whole
+from kvlathe.runtime.sessions.substeps import whole
 from kvlathe.runtime.text import sampler
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 from tests.support.tiers import with_tiers

@@ -25,7 +25,7 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.shares import whole
+from kvlathe.runtime.sessions.substeps import whole
 
 
 class NativeSession(OrtSession):
@@ -63,7 +63,7 @@ class NativeSession(OrtSession):
         options.register_custom_ops_library(str(self.library.path))
         return options
 
-    shares = staticmethod(whole)
+    substeps = staticmethod(whole)
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """As OrtSession.run. Where tokens are never ranked, a step without weights

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.protocols import Float32, Int32, PassRows, StepPlan
-from kvlathe.runtime.sessions.shares import Share
+from kvlathe.runtime.sessions.substeps import Substep
 
 Masses = npt.NDArray[np.float64]
 
@@ -77,17 +77,21 @@ def _left(part: PassRows, width: int) -> HostRows:
 
 
 def observe(
-    plan: CompressionPlan, step: StepPlan, share: Share, attended: Float32, stage: int
+    plan: CompressionPlan,
+    step: StepPlan,
+    substep: Substep,
+    attended: Float32,
+    stage: int,
 ) -> None:
     """Add what observed rows gave the rows of their passes, where these end with
     ``stage``.
 
-    ``attended`` [b, lanes of the stage, N]: of the sequences of ``share``. N counts the
-    places of the stage's buckets, then the new tokens.
+    ``attended`` [b, lanes of the stage, N]: of the sequences of ``substep``. N counts
+    the places of the stage's buckets, then the new tokens.
     """
     if step.passes is None or step.stages is None:
         return
-    sequences = np.arange(len(step.lengths))[share.sequences].tolist()
+    sequences = np.arange(len(step.lengths))[substep.sequences].tolist()
     for row, b in zip(attended, sequences, strict=True):
         part = step.passes[b]
         ends = step.stages[b, 1] == stage + 1
@@ -97,7 +101,7 @@ def observe(
         total = left.attention.copy()
         total[: part.end] += _given(
             plan,
-            share.step,
+            substep.step,
             row,
             stage,
             part,

@@ -1,4 +1,4 @@
-"""Shares of a step: the sequences that pass a stage and, for sessions that pad, those
+"""Substeps of a step: the sequences that pass a stage and, for sessions that pad, those
 of them that are alike in size.
 
 The exported function computes squares: [sequences, most queries] by the most cached
@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.shares import Share, passing, share_of, whole
+from kvlathe.runtime.sessions.substeps import Substep, passing, substep_of, whole
 
 
-def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
-    """Shares of what passes a stage: together the sequences whose query counts have
-    equally many binary digits, and whose cached pages do. The page tables of a share
+def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Substep]:
+    """Substeps of what passes a stage: together the sequences whose query counts have
+    equally many binary digits, and whose cached pages do. The page tables of a substep
     are as wide as its longest sequence needs.
 
     Sequences without queries are left out unless there is only one size.
@@ -39,8 +39,8 @@ def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
         return
     for size in sizes:
         chosen = active & (kinds == size).all(1)
-        share = share_of(step, chosen)
-        yield share._replace(step=_narrowed(share.step, pages[chosen].max(0)))
+        substep = substep_of(step, chosen)
+        yield substep._replace(step=_narrowed(substep.step, pages[chosen].max(0)))
 
 
 def _digits(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
