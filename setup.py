@@ -13,7 +13,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 LINKS = ("export", "engines", "runtime")
-"""Of kvlathe/ in a checkout; ordinary folders in an sdist."""
+"""Links of kvlathe/ in a checkout; ordinary folders in an sdist."""
 
 if not all((ROOT / "kvlathe" / name).is_dir() for name in LINKS):
     sys.exit(
@@ -43,7 +43,8 @@ class MaybeBinary(Distribution):
 
 
 class AnyPython(bdist_wheel):
-    """The library is called through ctypes: one wheel for every Python of a platform."""
+    """The library is called through ctypes: one wheel for every Python of a
+    platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()

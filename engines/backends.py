@@ -37,26 +37,26 @@ MAT_MUL_N_BITS: Mapping[str, WeightFormats] = {
     "int8": WeightFormats(WeightFormat("int8", 128), TABLE),
     "int4": WeightFormats(WeightFormat("int4", 64), TABLE),
 }
-"""Of ONNX Runtime. The head in 4 bits costs half as much perplexity as all other maps
-together, and the embedding in 8 costs none (docs/weights.md)."""
+"""The formats of ONNX Runtime. The head in 4 bits costs half as much perplexity as all
+other maps together, and the embedding in 8 costs none (docs/weights.md)."""
 
 
 OF_TORCH: Mapping[str, WeightFormats] = {
     "fp8": WeightFormats(WeightFormat("fp8", 0)),
     "int4": WeightFormats(WeightFormat("int4", 64)),
 }
-"""Of the cuda backend, whose embedding and head stay in 16 bits."""
+"""The formats of the cuda backend, whose embedding and head stay in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
-    what attends a token. ``windows``: whether a query may see a window of the tokens.
-    ``paired``: as in CacheSettings. ``graph``: whether it is built from the ONNX graph;
-    otherwise from the weights and decoder.json. ``hosted``: whether a host runs the
-    checkpoint as it is, and the engine is plan and bases. ``sizes``: of its steps, by
-    default. ``weights``: what its weights may be beside its dtypes. ``no_ranking``,
-    ``no_windows``: why not.
+    """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it
+    says what attends a token. ``windows``: whether a query may see a window of the
+    tokens. ``paired``: as in CacheSettings. ``graph``: whether it is built from the
+    ONNX graph; otherwise from the weights and decoder.json. ``hosted``: whether a host
+    runs the checkpoint as it is, and the engine is plan and bases. ``sizes``: of its
+    steps, by default. ``weights``: what its weights may be beside its dtypes.
+    ``no_ranking``, ``no_windows``: why not.
     """
 
     module: str
@@ -119,13 +119,13 @@ NOT_BUILT: Mapping[str, tuple[str, str]] = {
         "of --backend hf, whose rotated values lose less in a quantized cache (docs/scale.md)",
     )
 }
-"""What is asked for and cannot be built: why, and what to do instead."""
+"""Requests that cannot be built: why, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a backend made of what was exported. ``versions`` of its libraries;
-    ``architectures`` as in Manifest."""
+    """The result of a backend, made of what was exported. ``versions`` of its
+    libraries; ``architectures`` as in Manifest."""
 
     versions: Mapping[str, str]
     architectures: tuple[str, ...]
@@ -148,8 +148,8 @@ class Backend(Protocol):
     def build(
         self, name: str, folder: Path, plan: CompressionPlan, limits: Limits
     ) -> None:
-        """Turn what was exported to ``folder`` into what this backend runs, in place. Raises
-        KvlatheError if it cannot."""
+        """Turn what was exported to ``folder`` into what this backend runs, in place.
+        Raises KvlatheError if it cannot."""
         ...
 
 

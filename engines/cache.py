@@ -78,7 +78,7 @@ def stats_path(key: str) -> Path:
 
 
 def curves_folder() -> Path | None:
-    """Where scores are kept; None where the cache cannot be written."""
+    """The folder of kept scores; None where the cache cannot be written."""
     folder = root() / "curves" / source_digest()[:16]
     try:
         _make_marked(folder)
@@ -209,13 +209,15 @@ def _shares_blocks(source: Path, target: Path) -> bool:
 
 
 def entries() -> list[Entry]:
-    """All cached engines, the most recently used first. Unreadable ones are left out."""
+    """All cached engines, the most recently used first. Unreadable ones are left
+    out."""
     listed = []
     for folder in _named("engines"):
         manifest = _manifest(folder)
         if manifest is not None:
-            used = folder.stat().st_mtime
-            entry = Entry(folder.name, folder, manifest, manifest.size, used)
+            entry = Entry(
+                folder.name, folder, manifest, manifest.size, folder.stat().st_mtime
+            )
             listed.append(entry)
     return sorted(listed, key=lambda entry: -entry.last_used)
 
@@ -229,7 +231,7 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _named(store: str) -> Iterator[Path]:
-    """What this cache has put into one of its folders."""
+    """Paths that this cache has put into one of its folders."""
     folder = root() / store
     for path in sorted(folder.glob("*")):
         if not re.fullmatch(STORES[store], path.name) or path.is_symlink():
@@ -275,8 +277,7 @@ def prune(
             removed.append(entry)
         else:
             held += entry.size
-    left = _empty() if everything else []
-    return Pruned(removed, left, outdated)
+    return Pruned(removed, _empty() if everything else [], outdated)
 
 
 def _remove(path: Path) -> None:

@@ -48,9 +48,10 @@ def compare(
     rows = range(len(token_ids))
     ours, theirs = a.logits(token_ids, rows), b.logits(token_ids, rows)
     if ours.shape != theirs.shape:
-        shapes = f"their logits are {ours.shape} and {theirs.shape}"
         raise KvlatheError(
-            "the engines cannot be compared", shapes, "name two engines of one model"
+            "the engines cannot be compared",
+            f"their logits are {ours.shape} and {theirs.shape}",
+            "name two engines of one model",
         )
     same = metrics.agree(ours, theirs)
     return {

@@ -128,14 +128,14 @@ class BuildConfig:
 
     @property
     def compute_dtype(self) -> str:
-        default = BACKENDS[self.backend].dtypes[0]
-        return self.dtype or default
+        return self.dtype or BACKENDS[self.backend].dtypes[0]
 
     @property
     def weight_formats(self) -> WeightFormats:
         """Formats of weights that are codes, where any are."""
-        asked = self.weights or self.compute_dtype
-        return BACKENDS[self.backend].weights.get(asked, PLAIN)
+        return BACKENDS[self.backend].weights.get(
+            self.weights or self.compute_dtype, PLAIN
+        )
 
     @property
     def hot_bits(self) -> Literal[16, 32]:
@@ -284,8 +284,11 @@ def _check_choices(config: BuildConfig) -> None:
 def _check_target(config: BuildConfig) -> None:
     given = [name for name in HOW_MUCH if getattr(config, name) is not None]
     if len(given) > 1:
-        flags = " and ".join(map(flag_of, given))
-        raise _refused(flags, "each of them says how much to compress", "give one")
+        raise _refused(
+            " and ".join(map(flag_of, given)),
+            "each of them says how much to compress",
+            "give one",
+        )
     for name in given:
         value = getattr(config, name)
         is_whole = name == "accuracy" and value == 1

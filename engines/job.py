@@ -57,8 +57,9 @@ class Job:
         packing, maps = self.checkpoint.packing, formats.maps
         if packing is None or maps is None or maps.name != f"int{packing.bits}":
             return formats
-        group = packing.group or maps.group
-        own = WeightFormat(maps.name, group, not packing.symmetric)
+        own = WeightFormat(
+            maps.name, packing.group or maps.group, not packing.symmetric
+        )
         return dataclasses.replace(formats, maps=own)
 
     @cached_property
@@ -135,8 +136,9 @@ def _check_rope_fold(order: Order, spec: DecoderSpec) -> None:
     if spec.rope is None:
         raise KvlatheError(fact, "this model has no RoPE", remedy)
     if "q_norm" in spec.family.names:
-        reason = "this model's QK-norm needs all dimensions of a head"
-        raise KvlatheError(fact, reason, remedy)
+        raise KvlatheError(
+            fact, "this model's QK-norm needs all dimensions of a head", remedy
+        )
 
 
 def _check_key_scales(order: Order, spec: DecoderSpec) -> None:
@@ -196,8 +198,9 @@ def _check_weights(config: BuildConfig, checkpoint: Checkpoint) -> None:
     if config.weights == "int4" and checkpoint.disordered:
         reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
         wider = "int8" if config.backend == "onnxruntime" else "fp8"
-        remedy = f"give --weights {wider} or {config.compute_dtype}"
-        raise KvlatheError(fact, reason, remedy)
+        raise KvlatheError(
+            fact, reason, f"give --weights {wider} or {config.compute_dtype}"
+        )
 
 
 def _check_disk(job: Job) -> None:

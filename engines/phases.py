@@ -41,7 +41,7 @@ def recorded() -> Generator[list[Phase]]:
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """What happens inside is one phase. Phases do not nest."""
+    """Count everything that happens inside as one phase. Phases do not nest."""
     gpu = _gpu()
     if gpu is not None:
         gpu.reset_peak_memory_stats()

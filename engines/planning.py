@@ -92,9 +92,9 @@ def _planned(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> Plann
         whole = named_heads(order, checkpoint, settings, curves)
         by_name = dataclasses.replace(order, compression=whole.compression)
         plan, basis = _made(by_name, checkpoint, stats, settings, curves)
-        notes = plan.notes | whole.notes
-        asked = order.compression.text
-        plan = dataclasses.replace(plan, compression=asked, notes=notes)
+        plan = dataclasses.replace(
+            plan, compression=order.compression.text, notes=plan.notes | whole.notes
+        )
     plan = _with_warnings(plan, order.compression, checkpoint.spec)
     return Planned(plan, basis, stats)
 
@@ -117,9 +117,10 @@ def _made(
         return _searched(order, checkpoint, stats, curves, by_loss)
     if by_loss is not None:
         return by_loss.at(config.compression_ratio or 0.0)
-    has_rope = spec.rope is not None
     compression, options = order.compression, order.options
-    return compose(compression, spec.shape, has_rope, stats, options, settings)
+    return compose(
+        compression, spec.shape, spec.rope is not None, stats, options, settings
+    )
 
 
 UNCENTRED = (
@@ -134,9 +135,8 @@ def _with_warnings(
     """The plan with a note for each of WARNINGS that is true of it. Each is logged."""
     from kvlathe.export.methods.composition import whole_ranks_note
 
-    reach = str(plan.notes.get("reach", ""))
     uncentred = plan.notes.get("centre") is True and not spec.shape.shifts
-    texts = {"rope": spec.rope_note, "reach": reach}
+    texts = {"rope": spec.rope_note, "reach": str(plan.notes.get("reach", ""))}
     texts["ranks"] = whole_ranks_note(compression, plan)
     texts["uncentred"] = UNCENTRED if uncentred else ""
     said = {name: texts[name] for name in WARNINGS if texts[name]}

@@ -62,8 +62,9 @@ def variant_of(
     from kvlathe.export.search.measured import price, variant
 
     assert stats is not None
-    sources = sources_of(order.config, checkpoint)
-    prices = price(checkpoint, stats, form, sources, remembered)
+    prices = price(
+        checkpoint, stats, form, sources_of(order.config, checkpoint), remembered
+    )
     return variant(order.compression, prices, form)
 
 

@@ -1,4 +1,4 @@
-"""What ``--backend hf`` may be told: it writes an ordinary checkpoint, its heads rotated
+"""Options of ``--backend hf``: it writes an ordinary checkpoint, its heads rotated
 (export/folding/rotated.py), for any engine."""
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def check_rotation(config: BuildConfig) -> None:
     """Raise KvlatheError for what an ordinary checkpoint cannot be asked for."""
     check_types(config)
     for field in dataclasses.fields(config):
-        given = getattr(config, field.name)
-        if field.name not in HEARD and given != field.default:
+        if field.name not in HEARD and getattr(config, field.name) != field.default:
             flag = field.name.replace("_", "-")
             raise KvlatheError(
                 f"--{flag} with --backend {CHECKPOINT} cannot be used",

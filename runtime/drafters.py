@@ -9,8 +9,7 @@ from kvlathe.base import devices
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.shard_plan import ShardPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.drafting.lookup import PromptLookup

@@ -209,8 +209,9 @@ class LLM(ClosesAtExit):
         """
         check_counts(num_speculative_tokens=num_speculative_tokens)
         guessing = drafter(speculative, self.engine, self.tokenizer)
-        ends = self.engine.stop_ids
-        self.engine.speculate(Speculation(guessing, num_speculative_tokens, ends))
+        self.engine.speculate(
+            Speculation(guessing, num_speculative_tokens, self.engine.stop_ids)
+        )
 
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:

@@ -6,8 +6,7 @@ import dataclasses
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.shard_plan import ShardPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 from kvlathe.runtime.text.sampling_params import is_number
 
 

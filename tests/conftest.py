@@ -81,7 +81,7 @@ class _Kept(logging.Handler):
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What kvlathe logs, each record once.
+    """The lines that kvlathe logs, each record once.
 
     The command line keeps its log from the root logger, and pytest reads such loggers
     in its own way: what caplog holds depends on the tests before.

@@ -36,7 +36,8 @@ MAY_SEE: dict[str, set[str]] = {
     "frontier": {"base", "plan", "export", "engines", "runtime", "evaluation"},
     "integrations": {"base", "plan", "runtime"},
 }
-"""Which room may import which. kvlathe/cli and what lies beside it may import all."""
+"""The rooms that each room may import. kvlathe/cli and what lies beside it may import
+all."""
 
 INSIDE: dict[str, dict[str, set[str]]] = {
     "export": {
@@ -129,7 +130,6 @@ STDLIB_ONLY = tuple(
         "plan/plan_data",
         "plan/index",
         "plan/check",
-        "plan/check_sizes",
         "plan/plan",
         "plan/json_fields",
         "plan/manifest",

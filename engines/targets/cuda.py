@@ -1,8 +1,9 @@
 """The cuda engine: the folded weights, and decoder.json: where each lies and how layers
 are wired (export/model/weights_file.py).
 
-The runtime builds its decoder from these (runtime/sessions/torch_cuda/model/decoder.py); no
-graph is needed, and none is exported.
+The runtime builds its decoder from these
+(runtime/sessions/torch_cuda/model/decoder.py); no graph is needed, and none is
+exported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120, 121))
-"""What the kernels are written for; a library may hold fewer (docs/native.md)."""
+"""GPUs that the kernels are written for; a library may hold fewer (docs/native.md)."""
 
 
 LEAST = {"fp8": 89, "int4": 80}
@@ -73,7 +74,7 @@ def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of quantized pages."""
+    """The refusal of quantized pages."""
     if any(tier.sums for tier in plan.index.tiers):
         reason = "its pages store sums of codes, which the kernels do not read"
         return reason, "choose a compression without stored sums"
@@ -93,7 +94,7 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def _size_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what the kernels have a bound on."""
+    """The refusal of sizes that the kernels have a bound on."""
     lanes = max(len(plan.index.active(layer)) for layer in range(plan.model.layers))
     widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
     inputs = max(lane.input_dim for lane in plan.lanes)

@@ -18,8 +18,8 @@ from kvlathe.base.errors import KvlatheError
 PRODUCTS = ("MatMul", "Einsum", "Gemm")
 SOFTMAX = ("Softmax", "Exp")
 PLUGIN = frozenset({"its plugin"})
-"""What an Attend node that must be one plugin layer requires: no node of a function has
-such a name."""
+"""The requirement of an Attend node that must be one plugin layer: no node of a
+function has such a name."""
 
 
 def required_nodes(onnx_path: Path, plugin: bool = False) -> dict[str, frozenset[str]]:
@@ -58,8 +58,8 @@ def check_attention(layers: str, required: Mapping[str, frozenset[str]]) -> None
     show whole.
 
     ``layers`` is the inspector's text: each layer's metadata lists the ONNX nodes it
-    computes, as
-    ``[ONNX Layer: <node in the function> | <Attend node> (Attend)]``, or ``[ONNX Layer: <Attend node>]`` for a plugin.
+    computes, as ``[ONNX Layer: <node in the function> | <Attend node> (Attend)]``, or
+    ``[ONNX Layer: <Attend node>]`` for a plugin.
     """
     shown = set(re.findall(r"\[ONNX Layer: ([^\]]+?)(?: \([^)]*\))?\]", layers))
     lost: list[str] = []

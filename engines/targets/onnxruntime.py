@@ -24,7 +24,7 @@ def identify(name: str) -> Built:
 
 
 def _version() -> str:
-    """Of the one that is installed: both packages hold the same module."""
+    """The version of the one that is installed: both packages hold the same module."""
     try:
         return version("onnxruntime")
     except PackageNotFoundError:
@@ -36,7 +36,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
 
 
 def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
-    """Where the same graph runs on ONNX Runtime's CUDA provider: on the GPUs of the
+    """GPUs where the same graph runs on ONNX Runtime's CUDA provider: those of the
     CUDA kernels, if they take it."""
     try:
         cuda.check_plan("cuda", plan)

@@ -251,10 +251,9 @@ def _profile(
         // plan.index.unit
         for m in pages
     ]
-    widths = {"f32": 4, "f16": 2, "u8": 1}
     pools = {
         f"pool_{name}": _pool_shapes(units, width, plan.index.unit)
-        for name, width in widths.items()
+        for name, width in {"f32": 4, "f16": 2, "u8": 1}.items()
     }
     sizes = {
         "input_ids": [(n,) for n in tokens],
@@ -270,7 +269,8 @@ def _profile(
 
 
 def _pool_shapes(units: list[int], width: int, unit: int) -> list[tuple[int, ...]]:
-    """Of a pool's view in elements of ``width`` bytes, where ``units`` count bytes."""
+    """Shapes of a pool's view in elements of ``width`` bytes, where ``units`` count
+    bytes."""
     return [(n // width, unit) for n in units]
 
 

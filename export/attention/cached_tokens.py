@@ -22,7 +22,7 @@ from kvlathe.plan.plan import CompressionPlan
 
 
 class TabledLayer(Protocol):
-    """What is read of an AttendLayer."""
+    """The fields that are read of an AttendLayer."""
 
     plan: CompressionPlan
     facts: PlanFacts
@@ -67,9 +67,8 @@ class CachedTokens:
             return integer.outputs(shares, coded).to(self.layer.dtype)
         for metadata in (coded.scale, coded.minimum):
             metadata[:, self.count :] = 0  # of no token: it may be anything
-        groups = self._table("v_groups")
         return integer.outputs_by_rank(
-            shares, coded, groups, self.layer.plan.page_tokens
+            shares, coded, self._table("v_groups"), self.layer.plan.page_tokens
         ).to(self.layer.dtype)
 
     def values(self, x: str) -> Tensor:
@@ -91,9 +90,7 @@ class CachedTokens:
         steps = self._table(f"{x}_steps")[:, 0]
         units = self._table(f"{x}_units")[:, 0]
         rows = first_rows + tokens * steps + units  # [H, pages, P, units]
-        pool = self.pools[form.pool]
-        by_page = pool[rows].flatten(-2)
-        return by_page.flatten(1, 2)
+        return self.pools[form.pool][rows].flatten(-2).flatten(1, 2)
 
     def coded(self, x: str) -> integer.Coded:
         """K or V for integer products."""
@@ -105,27 +102,22 @@ class CachedTokens:
     def sums(self, x: str) -> Tensor:
         """The stored sums of the groups' codes, float."""
         width = self.tier.of(x).sum_bytes
-        first_rows = (self.pages * self.stride)[:, None]
-        rows = first_rows + self._table(f"{x}_sums")
+        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_sums")
         data = self.pools["pool_u8"][rows].flatten(1).float()
         at = self._table(f"{x}_sums_at")
         # Little-endian: byte i counts 256**i.
         parts = (data[:, at + i] * 256.0**i for i in range(width))
-        sums = reduce(torch.add, parts)
-        return _by_lane(sums)
+        return _by_lane(reduce(torch.add, parts))
 
     def codes(self, x: str) -> Tensor:
         """The worth of each code [Hs, N, R]: uint8 where it is a whole number."""
         form = self.tier.of(x)
         facts = self.layer.facts
-        first_rows = (self.pages * self.stride)[:, None]
-        rows = first_rows + self._table(f"{x}_codes")
+        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_codes")
         data = self.pools["pool_u8"][rows].flatten(1)
         every_piece = data.unflatten(1, (-1, facts.piece(form)))
-        at = self._table(f"{x}_code_at")
-        chosen = every_piece[:, at]
-        by_unit = chosen.unflatten(-2, (-1, form.runs))
-        codes = unpacked(by_unit, form).flatten(-2)
+        chosen = every_piece[:, self._table(f"{x}_code_at")]
+        codes = unpacked(chosen.unflatten(-2, (-1, form.runs)), form).flatten(-2)
         if form.along_tokens:
             channels = codes.unflatten(-1, (-1, self.layer.plan.page_tokens))
             codes = channels.squeeze(-3).mT
@@ -134,10 +126,8 @@ class CachedTokens:
     def _spread(self, x: str, part: Tensor) -> Tensor:
         """Metadata of groups -> of every element [Hs, N, R]."""
         if self.tier.of(x).along_rank:
-            group_of = self._table(f"{x}_groups")
-            return part @ group_of.to(part.dtype)
-        steps = self.layer.facts.steps(self.bucket, x)
-        return part.repeat_interleave(steps, 1)
+            return part @ self._table(f"{x}_groups").to(part.dtype)
+        return part.repeat_interleave(self.layer.facts.steps(self.bucket, x), 1)
 
     def metadata(self, x: str) -> tuple[Tensor, Tensor | None]:
         """Scale and minimum float, None where it is 0: [Hs, N, g] of groups along the
@@ -165,11 +155,8 @@ def unpacked(data: Tensor, form: Format) -> Tensor:
         return data.squeeze(-2)
     device = data.device
     shares = torch.from_numpy(byte_codes(form)).to(device)
-    table = torch.from_numpy(worths(form)).to(device)
-    runs = torch.arange(form.runs, device=device)[:, None]
-    by_run = shares[runs, data.int()]
-    codes = by_run.sum(-3)
-    return table[codes.flatten(-2)]
+    codes = shares[torch.arange(form.runs, device=device)[:, None], data.int()].sum(-3)
+    return torch.from_numpy(worths(form)).to(device)[codes.flatten(-2)]
 
 
 def _by_lane(x: Tensor) -> Tensor:
@@ -180,6 +167,4 @@ def _by_lane(x: Tensor) -> Tensor:
 def gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
     """x [T, n * size], index [..., m] -> those units of ``size`` elements of each row,
     [T, ..., m * size]."""
-    units = x.unflatten(-1, (-1, size))
-    chosen = units[:, index]
-    return chosen.flatten(-2)
+    return x.unflatten(-1, (-1, size))[:, index].flatten(-2)

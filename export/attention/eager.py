@@ -77,7 +77,8 @@ class AttendLayer(nn.Module):
 
     @property
     def windows(self) -> LaneWindows | None:
-        """What the lanes see of the tokens before them; None where they see all."""
+        """The windows in which lanes see the tokens before them; None where they see
+        all."""
         if not self.plan.index.sees_less:
             return None
         sink, recent, exact = (
@@ -89,8 +90,8 @@ class AttendLayer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
     ) -> tuple[Tensor, ...]:
         """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T,
-        sum of rank_k + rank_v]), and mass [B, H, N] where the plan has an observation window.
-        Where ``step`` has places, o is that of these R tokens.
+        sum of rank_k + rank_v]), and mass [B, H, N] where the plan has an observation
+        window. Where ``step`` has places, o is that of these R tokens.
         """
         if torch.compiler.is_exporting():
             return self._node(q, k, v, step)
@@ -160,8 +161,7 @@ class AttendLayer(nn.Module):
     def _hot(self, x: Tensor, part: int) -> Tensor:
         if x.dtype == torch.float64:
             return x
-        bits = self.facts.hot_bits[part]
-        return x.to(HALF_OR_FLOAT[bits])
+        return x.to(HALF_OR_FLOAT[self.facts.hot_bits[part]])
 
     # -- attention ---------------------------------------------------------------------
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
@@ -185,28 +185,25 @@ class AttendLayer(nn.Module):
         return self._softmax(q[:, :, places], k, v, seen)
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        """One sequence's q [H, G, Q, Rk] over its k [H, N, Rk] and v [H, N, Rv] -> [H, G,
-        Q, Rv]; ``seen`` None is causal. Widths are evened out, which fused kernels want.
+        """One sequence's q [H, G, Q, Rk] over its k [H, N, Rk] and v [H, N, Rv] -> [H,
+        G, Q, Rv]; ``seen`` None is causal. Widths are evened out, which fused kernels
+        want.
         """
         width = max(self.sizes.Rk, self.sizes.Rv)
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         qs = q.flatten(0, 1)
         ks = self._of_queries(k)
         vs = self._of_queries(v)
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             qs[None], ks[None], vs[None], seen, is_causal=seen is None, scale=1.0
-        )
-        by_head = out[0].unflatten(0, (self.sizes.H, self.sizes.G))
-        return by_head[..., : self.sizes.Rv]
+        )[0].unflatten(0, (self.sizes.H, self.sizes.G))[..., : self.sizes.Rv]
 
     def _of_queries(self, x: Tensor) -> Tensor:
         """[H, N, R] -> [H * G, N, R]: each head's rows for each of its query heads."""
-        by_head = x[:, None]
-        repeated = by_head.expand(-1, self.sizes.G, -1, -1)
-        return repeated.flatten(0, 1)
+        return x[:, None].expand(-1, self.sizes.G, -1, -1).flatten(0, 1)
 
     def _seen(self, tokens: int) -> Tensor | None:
-        """Of one whole sequence: which tokens each query sees, [1, H * G, Q, N]; None
+        """The tokens that each query of one whole sequence sees, [1, H * G, Q, N]; None
         where it sees all up to its own."""
         if self.windows is None:
             return None
@@ -214,21 +211,16 @@ class AttendLayer(nn.Module):
         return seen_from(places, places, self.windows, self.sizes.G)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
-        shape = (*q.shape[:3], self.sizes.Rv)
-        out = q.new_zeros(shape)
+        out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
         buckets = range(len(self.plan.index.buckets))
         for b, rows in sequences(step):
             own_q = q[:, :, rows]
             own_k = k[:, rows]
-            own_v = v[:, rows]
-            own = self._own(own_q, own_k, own_v, b, step)
-            states = [own]
+            states = [self._own(own_q, own_k, v[:, rows], b, step)]
             for bucket in buckets:
                 if step.lengths[b, bucket] > 0:
-                    cached = self._cold(own_q, b, bucket, step)
-                    states.append(cached)
-            whole = reduce(SoftmaxState.merge, states)
-            out[:, :, rows] = self.settled(whole).out
+                    states.append(self._cold(own_q, b, bucket, step))
+            out[:, :, rows] = self.settled(reduce(SoftmaxState.merge, states)).out
         return out
 
     def settled(self, state: SoftmaxState) -> SoftmaxState:
@@ -242,39 +234,31 @@ class AttendLayer(nn.Module):
         softcap = self.plan.model.softcap
         if self.windows is None:
             return SoftmaxState.causal(q, k, v, softcap=softcap)
-        count = k.shape[1]
-        places = self._places(b, count, step)
-        hidden = self.windows.hidden(places, places)
-        return SoftmaxState.causal(q, k, v, hidden, softcap)
+        places = self._places(b, k.shape[1], step)
+        return SoftmaxState.causal(
+            q, k, v, self.windows.hidden(places, places), softcap
+        )
 
     def _places(self, b: int, count: int, step: StepTensors) -> Tensor:
         """Places [H, count] of the step's own tokens of sequence b among all that each
         lane holds of it."""
         held = self._held("window_buckets", b, step)
-        new = torch.arange(count, device=held.device)
-        return held + new
+        return held + torch.arange(count, device=held.device)
 
     def _held(self, buckets: str, b: int, step: StepTensors) -> Tensor:
         """Tokens of sequence b that each lane has in some of its buckets, [H, 1]."""
-        holds = self.table(buckets)
-        lengths = step.lengths[b]
-        counts = holds * lengths
-        return counts.sum(1, keepdim=True)
+        return (self.table(buckets) * step.lengths[b]).sum(1, keepdim=True)
 
     def _hidden(self, b: int, bucket: int, queries: int, step: StepTensors) -> Tensor:
-        """Which of a bucket's cached places the windows of its lanes hide, [Hs, 1, Q,
+        """The cached places of a bucket that the windows of its lanes hide, [Hs, 1, Q,
         N]."""
         assert self.windows is not None
         page = self.plan.page_tokens
-        count = int(step.lengths[b, bucket])
-        end = -(-count // page) * page
+        end = -(-int(step.lengths[b, bucket]) // page) * page
         tokens = torch.arange(end, device=step.lengths.device)[None]
-        is_fresh = self.plan.index.buckets[bucket].is_hot
-        if is_fresh:
-            sealed = self._held("window_sealed", b, step)
-            tokens = tokens + sealed
-        own = self._places(b, queries, step)
-        hidden = self.windows.hidden(own, tokens)
+        if self.plan.index.buckets[bucket].is_hot:
+            tokens = tokens + self._held("window_sealed", b, step)
+        hidden = self.windows.hidden(self._places(b, queries, step), tokens)
         if not self.facts.shared:
             hidden = hidden[self.table(f"lanes_{bucket}")]
         return hidden[:, None]
@@ -308,8 +292,8 @@ class AttendLayer(nn.Module):
         return pool, scores.masked_fill(missing, -torch.inf)
 
     def mass(self, q: Tensor, k: Tensor, step: StepTensors) -> Tensor:
-        """Observed attention [B, H, N] float32 of prepared q [H, G, T, Rk] and k [H, T, Rk]
-        (docs/attend.md).
+        """Observed attention [B, H, N] float32 of prepared q [H, G, T, Rk] and k [H, T,
+        Rk] (docs/attend.md).
 
         A softmax of its own for the observed rows alone; the others cost nothing.
         """
@@ -325,9 +309,8 @@ class AttendLayer(nn.Module):
         for b, rows in sequences(step):
             observed = step.observation_weights[rows].nonzero()[:, 0]
             if len(observed):
-                observation = q[:, :, rows][:, :, observed]
                 parts = self._observed_scores(
-                    observation, k[:, rows], observed, b, step, widths
+                    q[:, :, rows][:, :, observed], k[:, rows], observed, b, step, widths
                 )
                 shares = self._shares(torch.cat(list(parts), -1))
                 weights = step.observation_weights[rows][observed].to(shares.dtype)
@@ -342,8 +325,7 @@ class AttendLayer(nn.Module):
         """scores [H, G, R, places] of all that the model's softmax sees -> the same of
         shares."""
         lse = scores.logsumexp(-1, keepdim=True)
-        whole = self.settled(SoftmaxState(lse, lse))
-        return (scores - whole.lse).exp()
+        return (scores - self.settled(SoftmaxState(lse, lse)).lse).exp()
 
     def _observed_scores(
         self,

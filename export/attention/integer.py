@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 LEVELS_Q, LEVELS = 127, 255
-"""Of Q with a sign; of everything else, in 8 bits without one."""
+"""The top codes of Q, with a sign, and of everything else, in 8 bits without one."""
 
 LEAST_SCALE = 1e-30
 """Scales below this are those of rows of zeros, or as good as that."""
@@ -60,15 +60,13 @@ class Rounded:
 
     @classmethod
     def symmetric(cls, x: Tensor, levels: int) -> Rounded:
-        largest = x.abs().amax(-1, keepdim=True)
-        step = (largest / levels).clamp(min=LEAST_SCALE)
-        codes = (x / step).round()
-        return cls(codes, step)
+        step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=LEAST_SCALE)
+        return cls((x / step).round(), step)
 
     @classmethod
     def asymmetric(cls, x: Tensor, member: Tensor) -> Rounded:
-        """Of the elements where ``member``; the others get code 0 and count as
-        nothing."""
+        """The codes of the elements where ``member``; the others get code 0 and count
+        as nothing."""
         count = member.sum(-1, keepdim=True)
         low = (
             torch.where(member, x, torch.inf)
@@ -132,10 +130,9 @@ def outputs(shares: Tensor, v: Coded) -> Tensor:
         rounded = Rounded.symmetric(split, LEVELS)
     else:
         rounded = Rounded.asymmetric(split, torch.ones_like(split, dtype=torch.bool))
-    codes = v.codes.int().unflatten(1, partitions)
-    products = (rounded.whole.int().flatten(2, 3) @ codes).unflatten(
-        2, split.shape[2:4]
-    )
+    products = (
+        rounded.whole.int().flatten(2, 3) @ v.codes.int().unflatten(1, partitions)
+    ).unflatten(2, split.shape[2:4])
     scale, minimum, sums = (
         None if x is None else x[:, :, None, None] for x in (v.scale, v.minimum, v.sums)
     )
@@ -154,10 +151,9 @@ def outputs_by_rank(shares: Tensor, v: Coded, groups: Tensor, tokens: int) -> Te
     rounded = Rounded.symmetric(
         scaled.unflatten(-1, (-1, tokens)).movedim(-2, 1), LEVELS
     )  # [H, N/n, g, G, Q, n]
-    codes = v.codes.int().unflatten(1, (-1, tokens))
-    products = (rounded.whole.int().flatten(2, 4) @ codes).unflatten(
-        2, rounded.whole.shape[2:5]
-    )
+    products = (
+        rounded.whole.int().flatten(2, 4) @ v.codes.int().unflatten(1, (-1, tokens))
+    ).unflatten(2, rounded.whole.shape[2:5])
     lowest = torch.einsum("hgqn,hnj->hjgq", shares, v.minimum).unsqueeze(-1)
     return (((rounded.step * products).sum(1) + lowest) * groups[:, :, None, None]).sum(
         1

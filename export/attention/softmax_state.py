@@ -73,10 +73,8 @@ class SoftmaxState:
     def beside(self, sinks: Tensor) -> SoftmaxState:
         """One softmax over the list and the ``sinks`` [H, G]: one more term, whose
         value is zero."""
-        term = sinks[..., None, None].to(self.lse.dtype)
-        lse = torch.logaddexp(self.lse, term)
-        share = (self.lse - lse).exp()
-        return SoftmaxState(lse, (share * self.out).to(self.out.dtype))
+        lse = torch.logaddexp(self.lse, sinks[..., None, None].to(self.lse.dtype))
+        return SoftmaxState(lse, ((self.lse - lse).exp() * self.out).to(self.out.dtype))
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What every layer of one step shares: the op's inputs of the same names.
-    ``cos``/``sin`` are None without RoPE.
+    """The inputs that every layer of one step shares: the op's inputs of the same
+    names. ``cos``/``sin`` are None without RoPE.
 
     Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
     empty. ``observation_weights``: None where no row is observed. ``places``:
@@ -33,7 +33,6 @@ class StepTensors:
 
 def sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
     """(sequence, its rows) of every sequence that has queries."""
-    starts = step.cu_seqlens_q.tolist()
-    for b, (start, end) in enumerate(pairwise(starts)):
+    for b, (start, end) in enumerate(pairwise(step.cu_seqlens_q.tolist())):
         if start < end:
             yield b, slice(start, end)

@@ -38,8 +38,7 @@ class PlanFacts:
 
     @cached_property
     def _active(self) -> tuple[Lane, ...]:
-        lanes = self.plan.lanes
-        return tuple(lane for lane in lanes if not lane.removed)
+        return tuple(lane for lane in self.plan.lanes if not lane.removed)
 
     @cached_property
     def even(self) -> bool:
@@ -99,8 +98,7 @@ class PlanFacts:
 
     def piece(self, form: Format) -> int:
         """Bytes that they have in one run."""
-        codes = self.together(form)
-        return codes // form.together
+        return self.together(form) // form.together
 
     def steps(self, bucket: int, x: str) -> int:
         """Tokens from one place of metadata to the next: 1, or what divides all groups
@@ -263,8 +261,7 @@ class LayerTables(dict[str, Int32]):
                 element_places(form, rank, self.plan.page_tokens)
                 for rank in ranks or [self.plan.index.unit]
             ]
-            code_places = [code for code, _ in places]
-            self._codes(name, widest, at or [0], form, code_places)
+            self._codes(name, widest, at or [0], form, [code for code, _ in places])
             groups = [of_element for _, of_element in places]
             if form.along_rank:
                 self._groups(name, widest, [numbers[0] for numbers in groups])
@@ -321,8 +318,9 @@ class LayerTables(dict[str, Int32]):
     ) -> None:
         """Metadata of each lane, by group number: [tokens or groups of them, rank or
         groups of it]."""
-        first_halves = [offset // 2 for offset in at]
-        self._numbered(name, "meta", widest, first_halves, groups, halves)
+        self._numbered(
+            name, "meta", widest, [offset // 2 for offset in at], groups, halves
+        )
 
     def _numbered(
         self,
@@ -385,9 +383,7 @@ def _padded(
     """Units starts[h] .. starts[h]+counts[h]-1 of each h, padded to ``widest`` by the
     first one. [len, widest]."""
     unit = np.arange(widest)[None, :]
-    is_own = unit < counts[:, None]
-    own = np.where(is_own, unit, 0)
-    return starts[:, None] + own
+    return starts[:, None] + np.where(unit < counts[:, None], unit, 0)
 
 
 def _kept(counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:

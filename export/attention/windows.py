@@ -35,33 +35,27 @@ class LaneWindows:
         """[H, Q, N], from the places of queries [H or 1, Q] and tokens [H or 1, N]."""
         size = self.page_tokens
         own_page = queries.div(size, rounding_mode="floor") * size
-        to_the_page = own_page - self.recent
-        to_the_token = queries - self.exact + 1
-        first = torch.maximum(to_the_page, to_the_token)
-        after_sink = (tokens >= self.sink)[:, None]
-        before_window = tokens[:, None] < first[:, :, None]
-        return after_sink & before_window
+        first = torch.maximum(own_page - self.recent, queries - self.exact + 1)
+        return (tokens >= self.sink)[:, None] & (tokens[:, None] < first[:, :, None])
 
     def of(self, head: int) -> LaneWindows:
         """That of one lane."""
         own = slice(head, head + 1)
-        sink = self.sink[own]
-        recent = self.recent[own]
-        exact = self.exact[own]
-        return LaneWindows(sink, recent, exact, self.page_tokens)
+        return LaneWindows(
+            self.sink[own], self.recent[own], self.exact[own], self.page_tokens
+        )
 
 
 def seen_from(
     queries: Tensor, tokens: Tensor, windows: LaneWindows | None, group: int
 ) -> Tensor:
-    """Of one whole sequence: which ``tokens`` [N] the ``queries`` [Q] see, both places in
+    """The ``tokens`` [N] of one whole sequence that ``queries`` [Q] see, both places in
     it; [1, 1, Q, N], or [1, H * group, Q, N] behind windows."""
     seen = tokens <= queries[:, None]
     if windows is None:
         return seen[None, None]
     hidden = windows.hidden(queries[None], tokens[None])
-    by_head = (seen & ~hidden).repeat_interleave(group, 0)
-    return by_head[None]
+    return (seen & ~hidden).repeat_interleave(group, 0)[None]
 
 
 def window_tables(
@@ -77,8 +71,7 @@ def window_tables(
         sight = plan.index.sight(lane)
         numbers.append((sight.sink, sight.recent, sight.exact or NO_END))
     holds = np.stack(held, 1)
-    by_name = np.array(numbers).T[:, :, None]
-    sink, recent, exact = by_name
+    sink, recent, exact = np.array(numbers).T[:, :, None]
     return {
         "window_buckets": holds,
         "window_sealed": holds & np.array(sealed),

@@ -200,8 +200,9 @@ def _observe_all(
                     halves[i % 2], layer, before, captured, own.wo_each, attended
                 )
                 if entropies.texts:
-                    heads = _heads(captured)
-                    entropy.observe(entropies, i, layer, before, *heads, attended)
+                    entropy.observe(
+                        entropies, i, layer, before, *_heads(captured), attended
+                    )
                 hidden[i] = captured.hidden
                 advance(lengths[i] / spec.layers)
     return grams

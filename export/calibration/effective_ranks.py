@@ -1,4 +1,4 @@
-"""Effective ranks of sampled texts (UNComp, section 3): what a calibration keeps of
+"""Effective ranks of drawn texts (UNComp, section 3): what a calibration keeps of
 them, and what the method decides by. entropy.py takes them of matrices.
 
 Sizes: L layers, Hq query heads, H KV heads, S texts.
@@ -33,7 +33,7 @@ attention (section 4.2: H/R)."""
 
 @dataclass(frozen=True, eq=False)
 class Entropies:
-    """Effective ranks of S sampled texts; the last axis is TRUNCATIONS. Queries and
+    """Effective ranks of S drawn texts; the last axis is TRUNCATIONS. Queries and
     keys are those after RoPE.
 
     ``queries`` [S, L, Hq, K], ``keys`` [S, L, H, K], ``hidden`` [S, L, K] (each layer's

@@ -233,6 +233,7 @@ def _projections(
     centres = [pad(lane.centre[None], 1, rank)[0] for lane in lanes]
     makers: dict[str, Make] = {}
     for name, of_lanes in {"proj_q": q, "proj_k": k, "centre_k": centres}.items():
-        stacked = torch.stack(of_lanes).float()
-        makers[f"layers.{layer}.attend.{name}"] = partial(stacked.to, device)
+        makers[f"layers.{layer}.attend.{name}"] = partial(
+            torch.stack(of_lanes).float().to, device
+        )
     return makers

@@ -203,8 +203,7 @@ def _pair(
             f"the plan has {rows} dims and rank {rank}",
         )
     first = pad(_double(lane, left, m), rows, rank)
-    second = pad(_double(lane, right, n), rank, rows)
-    return first, second
+    return first, pad(_double(lane, right, n), rank, rows)
 
 
 def _vector(lane: Lane, name: str, given: Array | None, size: int) -> Tensor:

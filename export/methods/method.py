@@ -90,6 +90,10 @@ def decides_nothing(options: object, page_tokens: int) -> Decision:
 class Method(Generic[OptionsT]):
     """A method as data: a file of this folder has one as METHOD.
 
+    >>> from kvlathe.export.methods.window import METHOD
+    >>> METHOD.plan(METHOD.options, 64).tokens  # for pages of 64 tokens
+    (Window(kind='window', sink=64, recent=256, exact=0),)
+
     ``options``: what may be asked of it, with its defaults. ``rotate`` for a method that
     chooses ranks (its options are ``RankOptions``), else ``plan``: (options, tokens of a
     page) -> what is decided without statistics. ``choose``, beside it: (statistics,

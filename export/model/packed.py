@@ -85,8 +85,9 @@ def read_packing(config: Settings) -> Packing | None:
     group = 0 if group == -1 else group
     if group and (group < LEAST_GROUP or group & (group - 1)):
         raise _refusal(f"in groups of {group}", "groups are powers of two from 16 up")
-    less_one = method == "gptq" and stored == "gptq"
-    return Packing(method, bits, group, symmetric, less_one)
+    return Packing(
+        method, bits, group, symmetric, method == "gptq" and stored == "gptq"
+    )
 
 
 def has_mxfp4(config: Settings) -> bool:

@@ -35,8 +35,8 @@ FLOATS = {16: HALF, 32: FLOAT}
 
 @dataclass(frozen=True)
 class SoftmaxState:
-    """As in export/attention/softmax_state.py: ``lse`` float [H, G, B, Q, 1], log of the sum of exp; ``out``
-    float [H, G, B, Q, Rv].
+    """As in export/attention/softmax_state.py: ``lse`` float [H, G, B, Q, 1], log of
+    the sum of exp; ``out`` float [H, G, B, Q, Rv].
 
     ``shares`` float [Hs, G, B, Q, N]: the softmax over this part alone, of its own
     lanes; anything where it is empty.
@@ -114,8 +114,8 @@ class _Writer:
 
     # -- the step: shared by all layers ------------------------------------------------
     def step(self) -> None:
-        """Which packed row is query i of sequence b, and back; the causal mask of fresh
-        tokens."""
+        """Write which packed row is query i of sequence b, and back; the causal mask of
+        fresh tokens."""
         b = self.body
         self.starts, ends = (
             b.slice("cu_seqlens_q", 0, -1),
@@ -194,8 +194,7 @@ class _Writer:
         )
 
     def hot(self, x: str, part: int) -> str:
-        bits = self.facts.hot_bits[part]
-        return self.body.cast(x, FLOATS[bits])
+        return self.body.cast(x, FLOATS[self.facts.hot_bits[part]])
 
     def rows(self, k: str, v: str) -> None:
         """The output ``rows`` from k' [H, T, Rk] and packed v'."""
@@ -203,12 +202,8 @@ class _Writer:
         wide = FLOATS[max(self.facts.hot_bits)]
         by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
         units = b.reshape(by_token, 0, -1, self.plan.index.unit)
-        kept = b.gather(units, "row_units", 1)
-        packed = b.reshape(kept, 0, -1)
-        k_rows = b.cast(packed, wide)
-        v_rows = b.cast(v, wide)
-        rows = b.op("Concat", k_rows, v_rows, axis=1)
-        b.output("rows", rows)
+        k_rows = b.cast(b.reshape(b.gather(units, "row_units", 1), 0, -1), wide)
+        b.output("rows", b.op("Concat", k_rows, b.cast(v, wide), axis=1))
 
     def fresh(self, k: str, v: str) -> tuple[str, str]:
         """k' [H, T, Rk] and packed v' -> K, V [H, 1, B, Q, R] of each sequence's own
@@ -223,8 +218,7 @@ class _Writer:
     # -- attention ---------------------------------------------------------------------
     def scores(self, q: str, k: str) -> str:
         """q [H, G, B, Q, R] times k [H, 1, B, N, R]."""
-        turned = self.body.transpose(k, 0, 1, 2, 4, 3)
-        return self.body.op("MatMul", q, turned)
+        return self.body.op("MatMul", q, self.body.transpose(k, 0, 1, 2, 4, 3))
 
     def weighted(self, v: str) -> Callable[[str], str]:
         """From shares [H, G, B, Q, N] to the mean of v [H, 1, B, N, R]."""
@@ -250,8 +244,7 @@ class _Writer:
         if not self.plan.model.softcap:
             return scores
         bound = b.float(self.plan.model.softcap)
-        inner = b.op("Tanh", b.op("Div", scores, bound))
-        return b.op("Mul", inner, bound)
+        return b.op("Mul", b.op("Tanh", b.op("Div", scores, bound)), bound)
 
     def cached(self, q: str, bucket: int) -> SoftmaxState:
         """Attention over one bucket; empty where the lane or the sequence has no token
@@ -319,8 +312,7 @@ class _Writer:
             terms.append(b.op("Expand", sinks, b.op("Shape", terms[0])))
         count = len(terms)
         weights = b.op("Softmax", b.op("Concat", *terms, axis=-1), axis=-1)
-        parts = b.ops("Split", count, weights, axis=-1, num_outputs=count)
-        return parts[: len(states)]
+        return b.ops("Split", count, weights, axis=-1, num_outputs=count)[: len(states)]
 
     def merged(self, states: list[SoftmaxState], parts: list[str]) -> str:
         """The output of the one softmax: [H, G, B, Q, Rv]."""
@@ -363,13 +355,14 @@ class _Writer:
         return b.op("Where", empty, b.float(0), mass)
 
     def observed(self, weights: str, shares: str) -> str:
-        """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]: the sum or, where
-        prefixes are compacted, the largest (of weights below 0)."""
+        """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]: the sum or,
+        where prefixes are compacted, the largest (of weights below 0)."""
         b = self.body
         if self.plan.index.compaction:
             each = b.op("Neg", b.transpose(weights, 0, 1, 2, 4, 3))
-            given = b.op("Mul", each, shares)
-            return b.op("ReduceMax", given, b.const([1, 3]), keepdims=0)
+            return b.op(
+                "ReduceMax", b.op("Mul", each, shares), b.const([1, 3]), keepdims=0
+            )
         return self.body.op(
             "ReduceSum",
             self.body.op("MatMul", weights, shares),

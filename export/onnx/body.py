@@ -85,9 +85,7 @@ class Body:
         return self.op("Gather", x, index, axis=axis)
 
     def slice(self, x: str, start: int, end: int) -> str:
-        first = self.const([start])
-        last = self.const([end])
-        return self.op("Slice", x, first, last)
+        return self.op("Slice", x, self.const([start]), self.const([end]))
 
     def transpose(self, x: str, *perm: int) -> str:
         return self.op("Transpose", x, perm=perm)
@@ -98,7 +96,4 @@ class Body:
 
     def arange(self, length: str) -> str:
         """0 .. length-1 int32; ``length`` is a scalar."""
-        start = self.int32(0)
-        end = self.cast(length, INT32)
-        step = self.int32(1)
-        return self.op("Range", start, end, step)
+        return self.op("Range", self.int32(0), self.cast(length, INT32), self.int32(1))

@@ -17,8 +17,8 @@ from kvlathe.export.onnx.body import FLOAT, Body
 
 UINT8, BOOL = onnx.TensorProto.UINT8, onnx.TensorProto.BOOL
 ZERO_POINT = 128
-"""Of symmetric Q: unsigned on both sides is the form that is exact and fast on every
-CPU."""
+"""The zero point of symmetric Q: unsigned on both sides is the form that is exact and
+fast on every CPU."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,15 @@ class Rounded:
 
     @classmethod
     def symmetric(cls, b: Body, x: str, levels: int) -> Rounded:
-        sizes = b.op("Abs", x)
-        largest = b.op("ReduceMax", sizes, b.const([-1]))
+        largest = b.op("ReduceMax", b.op("Abs", x), b.const([-1]))
         step = b.op("Div", largest, b.float(levels))
         step = b.op("Max", step, b.float(LEAST_SCALE))
-        scaled = b.op("Div", x, step)
-        codes = b.op("Round", scaled)
+        codes = b.op("Round", b.op("Div", x, step))
         return cls(codes, step)
 
     @classmethod
     def asymmetric(cls, b: Body, x: str, member: str) -> Rounded:
-        """Of the elements where ``member``, bool, broadcasts against x."""
+        """The codes of the elements where ``member``, bool, broadcasts against x."""
         count = b.op("ReduceSum", b.cast(member, FLOAT), b.const([-1]))
         low = b.op(
             "ReduceMin", b.op("Where", member, x, b.float(np.inf)), b.const([-1])
@@ -204,13 +202,10 @@ def _values_weighted(b: Body, rounded: Rounded, v: Coded, tokens: int) -> str:
     rank = b.op("Shape", values, start=3)
     shape = b.op("Concat", leading, b.const([-1, tokens]), rank, axis=0)
     partitions = b.op("Reshape", values, shape)
-    whole = b.cast(rounded.whole, UINT8)
-    rows = b.reshape(whole, 0, 0, 0, -1, tokens)
+    rows = b.reshape(b.cast(rounded.whole, UINT8), 0, 0, 0, -1, tokens)
     return b.op("MatMulInteger", rows, partitions)
 
 
 def _added(b: Body, x: str) -> str:
     """The sum over partitions: [Hs, B, groups, G, Q, ...] -> [Hs, G, B, Q, ...]."""
-    axis = b.const([2])
-    added = b.op("ReduceSum", x, axis, keepdims=0)
-    return b.transpose(added, 0, 2, 1, 3, 4)
+    return b.transpose(b.op("ReduceSum", x, b.const([2]), keepdims=0), 0, 2, 1, 3, 4)

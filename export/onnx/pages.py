@@ -55,9 +55,7 @@ class Places:
         self.empty = b.unsqueeze(self.none, 1)  # [B, 1, 1]
 
     def _stride(self, bits: int) -> str:
-        elements = self.stride * 8 // bits
-        units = elements // self.plan.index.unit
-        return self.body.int32(units)
+        return self.body.int32(self.stride * 8 // bits // self.plan.index.unit)
 
     def base(self, bits: int) -> str:
         """First unit row of each token's page, [B, N, 1]."""
@@ -71,8 +69,7 @@ class Places:
 
     def page_base(self, bits: int) -> str:
         """First unit row of each page, [B, M]."""
-        stride = self._stride(bits)
-        return self.body.op("Mul", self.table, stride)
+        return self.body.op("Mul", self.table, self._stride(bits))
 
     def elements(self, data: str, places: str, group: int) -> str:
         """Flat places in data [B, M, E] of the elements of every ``group``-th token:
@@ -167,8 +164,9 @@ class PageReader:
         """Scale and minimum of each group, float; no minimum where it is 0."""
         b, bucket = self.body, tokens.bucket
         meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
-        steps = self.facts.steps(bucket, x)
-        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", steps)
+        scale_at = tokens.elements(
+            meta, f"{x}_meta_at_{bucket}", self.facts.steps(bucket, x)
+        )
         halves = b.reshape(meta, -1)
         first = b.gather(halves, scale_at, 0)
         first = b.cast(first, FLOAT)
@@ -191,13 +189,10 @@ class PageReader:
         data = b.reshape(data, 0, 0, -1, size)
         group = 1 if form.along_rank else page
         at = tokens.elements(data, f"{x}_code_at_{bucket}", group)
-        every_piece = b.reshape(data, -1, size)
-        pieces = b.gather(every_piece, at, 0)
-        codes = self.unpacked(pieces, form, size)
+        codes = self.unpacked(b.gather(b.reshape(data, -1, size), at, 0), form, size)
         if form.along_rank:
             return b.reshape(codes, 0, 0, 0, 0, -1)
-        channels = b.reshape(codes, 0, 0, 0, 0, -1, page)
-        by_token = b.transpose(channels, 0, 1, 2, 3, 5, 4)
+        by_token = b.transpose(b.reshape(codes, 0, 0, 0, 0, -1, page), 0, 1, 2, 3, 5, 4)
         return self.joined(by_token)
 
     def sums(self, x: str, tokens: Places, group: int) -> str:
@@ -233,8 +228,7 @@ class PageReader:
         else:
             firsts = 256 * np.arange(form.runs)[:, None]
             of_byte = b.int32(shares.reshape(-1, form.together))
-            in_run = b.op("Add", data, b.int32(firsts))
-            share = b.gather(of_byte, in_run, 0)
+            share = b.gather(of_byte, b.op("Add", data, b.int32(firsts)), 0)
             codes = b.op("ReduceSum", share, b.const([5]), keepdims=0)
             worth = b.gather(b.const(table, table.dtype.type), codes, 0)
         return b.reshape(worth, 0, 0, 0, 0, -1, size * form.together)

@@ -30,52 +30,43 @@ class WindowMasks:
         sink = self._of_lanes("sink")
         to_the_page = b.op("Sub", start, recent)
         before = b.op("Sub", exact, b.int32(1))
-        to_the_token = b.op("Sub", self.own, before)
-        first = b.op("Max", to_the_page, to_the_token)
+        first = b.op("Max", to_the_page, b.op("Sub", self.own, before))
         self.first = b.unsqueeze(first, 4)
         self.sink = b.unsqueeze(sink, 4)  # [H, 1, 1, 1, 1]
 
     def _of_lanes(self, name: str) -> str:
         """A number of each lane's window, [H, 1, 1, 1]."""
-        b = self.body
-        table = f"window_{name}"
-        return b.unsqueeze(table, 2, 3)
+        return self.body.unsqueeze(f"window_{name}", 2, 3)
 
     def _tokens(self, buckets: str) -> str:
         """Tokens that a lane has in some of its buckets, [H, B]."""
         b = self.body
         holds = b.unsqueeze(buckets, 1)
         counts = b.op("Mul", holds, "lengths")  # [H, B, S]
-        axis = b.const([2])
-        return b.op("ReduceSum", counts, axis, keepdims=0)
+        return b.op("ReduceSum", counts, b.const([2]), keepdims=0)
 
     def fresh(self, causal: str) -> str:
-        """Of the step's own tokens, [H, 1, B, Q, Q]; ``causal`` [Q, Q] too."""
+        """The mask of the step's own tokens, [H, 1, B, Q, Q]; ``causal`` [Q, Q] too."""
         b = self.body
-        tokens = b.unsqueeze(self.own, 3)
-        hidden = self._hidden(tokens)
-        return b.op("Add", hidden, causal)
+        return b.op("Add", self._hidden(b.unsqueeze(self.own, 3)), causal)
 
     def cached(self, tokens: Places) -> str:
-        """Of a bucket's cached tokens, [Hs, 1, B, Q, N]; those past the length too."""
+        """The mask of a bucket's cached tokens, [Hs, 1, B, Q, N]; those past the length
+        too."""
         b = self.body
         bucket = tokens.bucket
         places = tokens.every
-        is_fresh = self.plan.index.buckets[bucket].is_hot
-        if is_fresh:
-            sealed = b.unsqueeze(self.sealed, 1, 3, 4)
-            places = b.op("Add", sealed, places)
+        if self.plan.index.buckets[bucket].is_hot:
+            places = b.op("Add", b.unsqueeze(self.sealed, 1, 3, 4), places)
         hidden = self._hidden(places)
         if not self.facts.shared:
-            lanes = f"lanes_{bucket}"
-            hidden = b.gather(hidden, lanes, 0)
+            hidden = b.gather(hidden, f"lanes_{bucket}", 0)
         return b.op("Add", hidden, tokens.mask)
 
     def _hidden(self, places: str) -> str:
         """NEVER where a window hides a place, else 0."""
         b = self.body
         after_sink = b.op("GreaterOrEqual", places, self.sink)
-        before_window = b.op("Less", places, self.first)
-        hidden = b.op("And", after_sink, before_window)
+        hidden = b.op("And", after_sink, b.op("Less", places, self.first))
         never, nothing = b.float(NEVER), b.float(0)
         return b.op("Where", hidden, never, nothing)

@@ -66,8 +66,9 @@ class LaneTokens:
         earlier = self._earlier(queries, last // self.page * self.page)
         sealed_k = self.sealed_k[earlier]
         sealed_v = self.sealed_v[earlier]
-        start = int(queries[0]) // self.page * self.page
-        fresh = torch.arange(start, last + 1, device=queries.device)
+        fresh = torch.arange(
+            int(queries[0]) // self.page * self.page, last + 1, device=queries.device
+        )
         k = torch.cat([sealed_k, self.k[fresh]])  # [N, Rk]
         v = torch.cat([sealed_v, self.v[fresh]])  # [N, Rv]
         rows = queries[:, None]  # [Q, 1]

@@ -107,8 +107,9 @@ class Sources:
         if text:
             chosen += of_text([text[: self.far]], far=True)
         if text and self.exercised:
-            near = min(NEAR_TOKENS, self.far)
-            chosen += exercises(decoder, text, near, EXERCISES, seed)
+            chosen += exercises(
+                decoder, text, min(NEAR_TOKENS, self.far), EXERCISES, seed
+            )
             chosen += exercises(decoder, text, self.far, EXERCISES, seed, far=True)
         return chosen
 

@@ -38,8 +38,7 @@ def margin_score(answer: Sequence[int]) -> Scored:
         margin = own - logits.scatter(-1, labels, -torch.inf).amax(-1)
         coins = torch.randint(2, margin.shape, generator=draw, device=draw.device)
         signs = coins * 2 - 1
-        size = margin.detach().abs().clamp(min=LEAST_MARGIN)
-        return (signs * margin / size).sum()
+        return (signs * margin / margin.detach().abs().clamp(min=LEAST_MARGIN)).sum()
 
     return score
 

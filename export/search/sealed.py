@@ -132,9 +132,10 @@ class SealedAttend(AttendLayer):
         whole = (k.shape[1] - 1) // page * page
         outputs = []
         for head, seal in enumerate(self.seals):
-            window = self.windows and self.windows.of(head)
             sealed = seal(k[head, :whole], v[head, :whole])
-            lane = LaneTokens(k[head], v[head], *sealed, page, window)
+            lane = LaneTokens(
+                k[head], v[head], *sealed, page, self.windows and self.windows.of(head)
+            )
             outputs.append(lane.attended(q[head], places))
         return torch.stack(outputs)
 
@@ -358,8 +359,7 @@ def _as_floats(x: Tensor, form: Format, along: int) -> Tensor:
     above = (nearest.view(torch.int16) + 1).view(torch.float16)
     scale = torch.where(nearest.float() < largest, above, nearest).float()
     exact = torch.where(scale > 0, x / scale, 0.0)
-    codes = exact.clamp(-form.top, form.top).to(torch.float8_e4m3fn)
-    return codes.float() * scale
+    return exact.clamp(-form.top, form.top).to(torch.float8_e4m3fn).float() * scale
 
 
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:

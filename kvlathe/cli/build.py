@@ -379,9 +379,10 @@ def calibrate_command(
     from kvlathe.engines import build as builds
 
     started = time.monotonic()
-    folder = checkpoint_folder(model, revision)
     asked = (calibration, calibration_tokens, seed, max_seq_len)
-    stats = builds.calibrate_to(folder, output, *asked, device, lora)
+    stats = builds.calibrate_to(
+        checkpoint_folder(model, revision), output, *asked, device, lora
+    )
     return {
         "stats": str(output),
         "tokens": stats.whole.tokens,

@@ -1,4 +1,4 @@
-"""How K or V of one lane is written in a page: the number formats of a Tier, in numpy.
+"""The bytes of K or V of one lane in a page: the number formats of a Tier, in numpy.
 
 Unquantized matrices are IEEE half or single, [token][rank]. Quantized ones hold
 asymmetric codes,
@@ -94,8 +94,7 @@ class PageMatrix:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.intp]:
-        sizes_before = (0, *self.groups[:-1])
-        return np.cumsum(sizes_before).astype(np.intp)
+        return np.cumsum((0, *self.groups[:-1])).astype(np.intp)
 
     @property
     def _rows(self) -> int:
@@ -109,18 +108,14 @@ class PageMatrix:
     def _metadata(self, page: Bytes) -> npt.NDArray[np.float16]:
         """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] without a minimum."""
         groups = len(self.groups)
-        pairs = self._rows * groups
-        size = pairs * self.format.group_bytes
-        end = self.meta + size
-        stored = page[self.meta : end]
-        halves = stored.view(np.float16)
+        size = self._rows * groups * self.format.group_bytes
+        halves = page[self.meta : self.meta + size].view(np.float16)
         return halves.reshape(self._rows, groups, -1)
 
     def _floats(self, page: Bytes) -> npt.NDArray[np.floating]:
         kind = FLOATS[self.format.bits]
-        size = self.tokens * self.rank * kind.itemsize
         return (
-            page[self.data : self.data + size]
+            page[self.data : self.data + self.tokens * self.rank * kind.itemsize]
             .view(kind)
             .reshape(self.tokens, self.rank)
         )
@@ -143,8 +138,7 @@ class PageMatrix:
             self._floats(page)[:] = values
             return
         rows = values if self.format.along_rank else np.ascontiguousarray(values.T)
-        metadata = self._metadata(page)
-        codes = self._coded(rows, metadata, position)
+        codes = self._coded(rows, self._metadata(page), position)
         self._code_bytes(page)[:] = pack(codes, self.format)
         if self.format.sums:
             self._write_sums(page, codes)
@@ -159,8 +153,7 @@ class PageMatrix:
             return self._as_floats(rows, metadata)
         span, top = self.format.span, self.format.top
         low = np.minimum.reduceat(rows, self._starts, axis=1)
-        high = np.maximum.reduceat(rows, self._starts, axis=1)
-        width = high - low
+        width = np.maximum.reduceat(rows, self._starts, axis=1) - low
         metadata[..., 0] = width * span / top
         metadata[..., 1] = low + width * ((1 - span) / 2)
         exact = self._exact(rows, metadata)
@@ -169,17 +162,14 @@ class PageMatrix:
         else:
             drawn = self._noise(self.key, position)
             whole = np.floor(exact + drawn)
-        codes = np.clip(whole, 0, top)
-        return codes.astype(np.uint8)
+        return np.clip(whole, 0, top).astype(np.uint8)
 
     def _fitted(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
         """Normal codes; their magnitudes go into ``metadata``. Sums are double,
         so that the order of adding decides nothing."""
         wide = rows.astype(np.float64)
-        squares = wide * wide
-        energy = np.add.reduceat(squares, self._starts, axis=1)
-        deviation = np.sqrt(energy / self.groups)
-        magnitude = NORMAL_TOP[self.format.bits] * deviation
+        energy = np.add.reduceat(wide * wide, self._starts, axis=1)
+        magnitude = NORMAL_TOP[self.format.bits] * np.sqrt(energy / self.groups)
         codes = self._nearest(rows, metadata, magnitude)
         for _ in range(FITS - 1):
             magnitude = self._best_magnitude(wide, codes)
@@ -198,36 +188,29 @@ class PageMatrix:
         """Normal codes for these magnitudes [rows, groups], which go into
         ``metadata``."""
         metadata[..., 0] = magnitude.astype(np.float32)
-        exact = self._exact(rows, metadata)
-        whole = np.rint(exact)
-        worth = np.clip(whole, 0, self.format.top)
-        nearest = nearest_codes(self.format)
-        return nearest[worth.astype(np.uint8)]
+        worth = np.clip(np.rint(self._exact(rows, metadata)), 0, self.format.top)
+        return nearest_codes(self.format)[worth.astype(np.uint8)]
 
     def _best_magnitude(self, rows: Doubles, codes: Bytes) -> Doubles:
-        """Of least squared error for these codes, [rows, groups]."""
+        """The magnitude of least squared error for these codes, [rows, groups]."""
         ends = self.format.top / 2
         levels = worths(self.format)[codes] - ends
-        products = rows * levels
-        squares = levels * levels
-        along = np.add.reduceat(products, self._starts, axis=1)
-        square = np.add.reduceat(squares, self._starts, axis=1)
-        best = ends * along / square
-        return np.abs(best)
+        along = np.add.reduceat(rows * levels, self._starts, axis=1)
+        return np.abs(
+            ends * along / np.add.reduceat(levels * levels, self._starts, axis=1)
+        )
 
     def _exact(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Floats:
-        """What codes would be worth without rounding; 0 where a group has no scale."""
+        """Codes as they would be without rounding; 0 where a group has no scale."""
         scale, minimum = self._spread(metadata)
-        above = rows - minimum
-        zero = np.zeros_like(rows)
-        is_wide = scale > 0
-        return np.divide(above, scale, out=zero, where=is_wide)
+        return np.divide(
+            rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0
+        )
 
     def _write_sums(self, page: Bytes, codes: Bytes) -> None:
         """The low bytes of each group's sum, little-endian, behind the metadata."""
         sums = np.add.reduceat(codes, self._starts, axis=1, dtype=np.uint32)
-        little_endian = sums.astype("<u4")[..., None]
-        all_bytes = little_endian.view(np.uint8)
+        all_bytes = sums.astype("<u4")[..., None].view(np.uint8)
         low_bytes = all_bytes[..., : self.format.sum_bytes]
         end = self.sums + low_bytes.size
         page[self.sums : end] = low_bytes.ravel()
@@ -238,8 +221,7 @@ class PageMatrix:
 
     def _spread(self, metadata: npt.NDArray[np.float16]) -> tuple[Floats, Floats]:
         """Scale and minimum of every element [rows, axis length]."""
-        halves = metadata.astype(np.float32)
-        wide = np.repeat(halves, self.groups, axis=1)
+        wide = np.repeat(metadata.astype(np.float32), self.groups, axis=1)
         first = wide[..., 0]
         decoding = self.format.decoding
         minimum = wide[..., 1] if decoding.has_minimum else first * decoding.lowest
@@ -256,8 +238,7 @@ def half_from(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float16]:
     No number is below 0."""
     x = np.minimum(x, np.finfo(np.float16).max)
     nearest = x.astype(np.float16)
-    above = np.nextafter(nearest, np.float16(np.inf))
-    return np.where(nearest < x, above, nearest)
+    return np.where(nearest < x, np.nextafter(nearest, np.float16(np.inf)), nearest)
 
 
 def e4m3_codes(x: Floats) -> Bytes:
@@ -273,10 +254,7 @@ def e4m3_codes(x: Floats) -> Bytes:
 def nearest_codes(form: Format) -> Bytes:
     """[256]: of every byte the code that is worth most nearly as much; of two, the
     smaller one."""
-    worth = np.arange(256)[:, None]
-    apart = np.abs(worth - form.table)
-    nearest = apart.argmin(1)
-    return nearest.astype(np.uint8)
+    return np.abs(np.arange(256)[:, None] - form.table).argmin(1).astype(np.uint8)
 
 
 def matrices(
@@ -304,12 +282,12 @@ def matrices(
 
 
 def element_places(form: Format, rank: int, tokens: int) -> tuple[Places, Places]:
-    """Where element (token, channel) of codes lies: its code and its group, both
+    """The places of element (token, channel) of codes: its code and its group, both
     [tokens, rank].
 
     Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first;
-    codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are halves 2 j
-    and 2 j + 1 of the metadata; without a minimum, its scale is half j.
+    codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are
+    halves 2 j and 2 j + 1 of the metadata; without a minimum, its scale is half j.
     """
     token = np.arange(tokens)[:, None]
     channel = np.arange(rank)[None, :]

@@ -1,13 +1,13 @@
 """A deal: which shard of a model has which KV heads (docs/scale.md).
 
 Every shard has about equally many lanes of each layer, so that none waits for another.
-Lanes differ in bytes, so which of them it has is chosen over all layers together: shards
-then hold about the same bytes in every bucket. A layer with fewer lanes than shards has
-some lanes twice, each time with other query heads.
+Lanes differ in bytes, so which of them it has is chosen over all layers together:
+shards then hold about the same bytes in every bucket. A layer with fewer lanes than
+shards has some lanes twice, each time with other query heads.
 
 The problem is that of number partitioning (Karmarkar and Karp 1982), with a vector of
-bytes a lane and a count a layer. Lanes are dealt largest first; then two shards exchange
-lanes of a layer while that brings their bytes together.
+bytes a lane and a count a layer. Lanes are dealt largest first; then two shards
+exchange lanes of a layer while that brings their bytes together.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 from kvlathe.plan.plan_data import Fields
-from kvlathe.plan.shard_plan import ShardPlan
 
 Load = npt.NDArray[np.float64]
-"""Of a lane or a shard: its weighted bytes in each bucket, and their sum."""
+"""The load of a lane or a shard: its weighted bytes in each bucket, and their sum."""
 ENOUGH = 1.002
 """The largest shard beside the mean, from which on nothing more is tried."""
 ROUNDS, EXCHANGES = 8, 16
@@ -37,13 +36,13 @@ ROUNDS, EXCHANGES = 8, 16
 MOST_PAIRED = 600
 """Exchanges among which the best two are looked for."""
 LEAST_GAIN = 1e-6
-"""Of two shards' difference, squared."""
+"""The least gain of a swap, as a share of two shards' difference, squared."""
 NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LaneShard:
-    """What a shard has of a lane: its K and V, and the query heads from ``first`` on of
+    """A shard's part of a lane: its K and V, and the query heads from ``first`` on of
     those that read it."""
 
     lane: int
@@ -57,7 +56,7 @@ Shards = tuple[tuple[LaneShard, ...], ...]
 
 @dataclass(frozen=True)
 class Deal:
-    """What every shard has of a plan."""
+    """The assignment of a plan's lanes to shards."""
 
     plan: CompressionPlan
     shards: Shards
@@ -68,7 +67,7 @@ class Deal:
 
     @cached_property
     def plans(self) -> tuple[ShardPlan, ...]:
-        """What each shard keeps. Pages have the same size everywhere."""
+        """The plan of what each shard keeps. Pages have the same size everywhere."""
         strides = [layout.filled for layout in self._layouts]
         largest = tuple(map(max, zip(*strides, strict=True)))
         return tuple(dataclasses.replace(own, strides=largest) for own in self._own)
@@ -82,7 +81,8 @@ class Deal:
         return tuple(CacheLayout(own) for own in self._own)
 
     def filled(self, tokens: int) -> tuple[int, ...]:
-        """Bytes that the lanes of each shard take of a sequence of ``tokens`` tokens."""
+        """Bytes that the lanes of each shard take of a sequence of ``tokens``
+        tokens."""
         return tuple(layout.bytes_for(tokens) for layout in self._layouts)
 
     def taken(self, tokens: int) -> int:
@@ -113,9 +113,8 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
         _lane_shards_of(plan, layer, num_shards) for layer in range(plan.model.layers)
     ]
     loads = _loads(plan)
-    together = [[layer] for layer in layers] if by_layer else [layers]
     hands: list[list[LaneShard]] = [[] for _ in range(num_shards)]
-    for group in together:
+    for group in [[layer] for layer in layers] if by_layer else [layers]:
         for hand, own in zip(hands, _hands_of(group, loads, num_shards), strict=True):
             hand += own
     return Deal(plan, tuple(tuple(sorted(hand, key=_lane_of)) for hand in hands))
@@ -124,7 +123,7 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
 def _hands_of(
     layers: Sequence[Sequence[LaneShard]], loads: Mapping[int, Load], num_shards: int
 ) -> Iterator[list[LaneShard]]:
-    """What each shard has of some layers, whose bytes are brought together."""
+    """The hand of each shard in some layers, whose bytes are brought together."""
     table = _Table(loads, num_shards)
     for lane_shards in layers:
         table.add(lane_shards)
@@ -141,8 +140,8 @@ def _lane_of(lane_shard: LaneShard) -> int:
 def _lane_shards_of(
     plan: CompressionPlan, layer: int, num_shards: int
 ) -> list[LaneShard]:
-    """What is dealt of a layer: its lanes, or as many parts of them as there are
-    shards. Lanes of fewest bytes are the first to be there more often."""
+    """The pieces of a layer that are dealt: its lanes, or as many parts of them as
+    there are shards. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
     lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
     if len(lanes) >= num_shards:
@@ -151,12 +150,9 @@ def _lane_shards_of(
     copies, more = divmod(num_shards, len(lanes))
     lane_shards: list[LaneShard] = []
     for place, lane in enumerate(by_size):
-        is_more = place < more
-        count = copies + is_more
-        borders = [group * i // count for i in range(count + 1)]
-        for first, end in pairwise(borders):
-            queries = end - first
-            lane_shards.append(LaneShard(lane, first, queries))
+        count = copies + (place < more)
+        for first, end in pairwise([group * i // count for i in range(count + 1)]):
+            lane_shards.append(LaneShard(lane, first, end - first))
     return lane_shards
 
 
@@ -165,8 +161,8 @@ def _kept(lane: Lane) -> int:
 
 
 def _loads(plan: CompressionPlan) -> dict[int, Load]:
-    """Of each lane: its bytes in each bucket, by what the bucket's pages weigh in
-    short sequences and in the longest; and their sum."""
+    """The load of each lane: its bytes in each bucket, by what the bucket's pages weigh
+    in short sequences and in the longest; and their sum."""
     layout = CacheLayout(plan)
     buckets = len(plan.index.buckets)
     weights = np.zeros(buckets)
@@ -193,8 +189,8 @@ class _Swap:
 
 
 class _Table:
-    """Shards with what they were dealt. The sum of the squares of their loads falls with
-    every exchange; it is least where all are equal."""
+    """Shards with what they were dealt. The sum of the squares of their loads falls
+    with every exchange; it is least where all are equal."""
 
     def __init__(self, loads: Mapping[int, Load], num_shards: int) -> None:
         self.loads = loads
@@ -203,7 +199,7 @@ class _Table:
         self.layers: list[list[list[LaneShard]]] = []
 
     def dealt(self) -> Iterator[list[LaneShard]]:
-        """What each shard has."""
+        """The hand of each shard."""
         for shard in range(len(self.sums)):
             yield [lane_shard for hands in self.layers for lane_shard in hands[shard]]
 
@@ -244,8 +240,7 @@ class _Table:
         swaps = list(self._swaps(a, b))
         moved = np.array([swap.moved for swap in swaps]).reshape(len(swaps), -1)
         gap = self.sums[a] - self.sums[b]
-        costs = (moved * moved).sum(1) - moved @ gap
-        gained, chosen = _best(swaps, moved, costs)
+        gained, chosen = _best(swaps, moved, (moved * moved).sum(1) - moved @ gap)
         if gained >= -LEAST_GAIN * (gap @ gap):
             return False
         for place in chosen:
@@ -275,7 +270,8 @@ class _Table:
 
 
 def _best(swaps: Sequence[_Swap], moved: Load, costs: Load) -> tuple[float, list[int]]:
-    """What the best swap costs, or the best two of different layers; their places."""
+    """The cost of the best swap, or of the best two of different layers; and their
+    places."""
     place = int(costs.argmin())
     best = (float(costs[place]), [place])
     if len(swaps) > MOST_PAIRED:

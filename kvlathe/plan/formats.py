@@ -67,8 +67,8 @@ def _themselves(bits: Bits) -> tuple[int, ...]:
 
 
 def _e4m3(bits: Bits) -> tuple[float, ...]:
-    """A sign, 4 bits of exponent with the bias 7 and 3 of the mantissa. The last code of
-    either sign is no number, and is never written; there are no infinities."""
+    """A sign, 4 bits of exponent with the bias 7 and 3 of the mantissa. The last code
+    of either sign is no number, and is never written; there are no infinities."""
     positive: list[float] = []
     for code in range(1 << bits - 1):
         exponent, mantissa = divmod(code, 8)
@@ -99,9 +99,9 @@ DECODINGS: dict[Coding, Decoding] = {
         has_one_group=True,
     ),
 }
-"""Every coding. ``affine``: levels lie evenly between a group's minimum and its maximum.
-``normal``: levels are those of a normal number around 0 (NORMAL). ``float8``: codes are
-8-bit floats, E4M3 of the OCP 8-bit Floating Point Specification (2023)."""
+"""Every coding. ``affine``: levels lie evenly between a group's minimum and its
+maximum. ``normal``: levels are those of a normal number around 0 (NORMAL). ``float8``:
+codes are 8-bit floats, E4M3 of the OCP 8-bit Floating Point Specification (2023)."""
 AXES: tuple[Axis, ...] = ("rank", "token")
 """By their number in the layer table (kvlathe_axis of abi.h)."""
 
@@ -121,8 +121,7 @@ def groups_along_rank(rank: int, group: int) -> tuple[int, ...]:
 
 def sum_bytes(bits: int, group: int) -> int:
     """Bytes that hold the sum of ``group`` codes of ``bits`` bits."""
-    most_bits = bits + math.ceil(math.log2(group))
-    return -(-most_bits // 8)
+    return -(-(bits + math.ceil(math.log2(group))) // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,8 @@ class Format:
 
     @property
     def name(self) -> str:
-        """For example ``u4``; ``n4`` where levels are the normal's, ``f8`` of floats."""
+        """For example ``u4``; ``n4`` where levels are the normal's, ``f8`` of
+        floats."""
         if self.is_coded:
             return f"{self.decoding.letter}{self.bits}"
         return NAMES[self.bits]
@@ -221,12 +221,13 @@ class Format:
 
     @property
     def table(self) -> tuple[float, ...]:
-        """What each code is worth, in units of the group's scale above its minimum."""
+        """The number that each code stands for, in units of the group's scale above its
+        minimum."""
         return self.decoding.worth(self.bits)
 
     @property
     def top(self) -> float:
-        """What the largest code is worth."""
+        """The number that the largest code stands for."""
         return max(filter(math.isfinite, self.table))
 
     @property
@@ -238,8 +239,7 @@ class Format:
     @property
     def together(self) -> int:
         """Codes in one byte of each run."""
-        bits = 8 * self.runs
-        return bits // self.bits
+        return 8 * self.runs // self.bits
 
     @property
     def halves(self) -> int:
@@ -306,9 +306,7 @@ class Format:
 
     def page_bytes(self, rank: int, tokens: int) -> int:
         """Bytes of one lane's K or V in a page of ``tokens`` tokens."""
-        data = self.data_bytes(rank, tokens)
-        meta = self.meta_bytes(rank, tokens)
-        return data + meta
+        return self.data_bytes(rank, tokens) + self.meta_bytes(rank, tokens)
 
 
 @dataclass(frozen=True, slots=True)

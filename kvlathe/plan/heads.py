@@ -1,4 +1,4 @@
-"""What a model's attention is, and what every head of it caches."""
+"""The shape of a model's attention, and what every head of it caches."""
 
 from __future__ import annotations
 

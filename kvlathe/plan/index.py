@@ -176,8 +176,7 @@ class PlanIndex:
         numbers: list[tuple[int, ...]] = []
         count = 0
         for place, group in enumerate(self.plan.groups):
-            shared = (_stage_of(self.plan, group), group.hot)
-            key = shared if group.seals else place
+            key = (_stage_of(self.plan, group), group.hot) if group.seals else place
             if key not in hot_of:
                 hot_of[key] = count
                 count += 1
@@ -406,8 +405,7 @@ class PlanIndex:
         of_hot: dict[int, list[Lived]] = {}
         for group, buckets in zip(self.plan.groups, self._numbers, strict=True):
             at = Paging(self.plan.page_tokens, len(group.cold), self.prompt_step)
-            lived = Lived(group.life, buckets, at)
-            of_hot.setdefault(buckets[0], []).append(lived)
+            of_hot.setdefault(buckets[0], []).append(Lived(group.life, buckets, at))
         return tuple(Route.of(of_hot[hot]) for hot in sorted(of_hot))
 
     @cached_property

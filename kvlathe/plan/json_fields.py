@@ -1,8 +1,8 @@
 """Reading JSON that somebody else may have written, by the types that dataclasses
 declare.
 
-A dataclass is an object with exactly its fields, and a tuple is a list. Anything else is
-a ValueError that names the field. So what follows needs to look at values alone.
+A dataclass is an object with exactly its fields, and a tuple is a list. Anything else
+is a ValueError that names the field. So what follows needs to look at values alone.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def parse(text: str) -> object:
 
 
 def read(kind: type[Kind], value: object, name: str = "it") -> Kind:
-    """What ``value`` says of the dataclass ``kind``. Raises ValueError, which calls it
-    ``name``."""
+    """The dataclass ``kind`` with the fields that ``value`` gives. Raises ValueError,
+    which calls it ``name``."""
     return cast(Kind, _dataclass(kind, value, name, ()))
 
 
@@ -124,12 +124,11 @@ def _one_of(beside: OneOf, value: object, name: str) -> object:
     known = isinstance(kind, str) and kind in beside.classes
     names = ", ".join(beside.classes)
     _require(known, f"{name}.kind", f"one of {names}")
-    chosen = beside.classes[cast(str, kind)]
-    return _dataclass(chosen, value, name, ("kind",))
+    return _dataclass(beside.classes[cast(str, kind)], value, name, ("kind",))
 
 
 def _optional(options: Options, value: object, name: str) -> object:
-    """Of a union: None where it is allowed, else the one other type."""
+    """A value of a union: None where it is allowed, else the one other type."""
     if value is None and type(None) in options:
         return None
     kind = next(option for option in options if option is not type(None))
@@ -138,8 +137,7 @@ def _optional(options: Options, value: object, name: str) -> object:
 
 def _tuple(options: Options, value: object, name: str) -> object:
     _require(isinstance(value, list), name, "a list")
-    items = cast("list[object]", value)
-    return tuple(_read(options[0], item, name) for item in items)
+    return tuple(_read(options[0], item, name) for item in cast("list[object]", value))
 
 
 def _mapping(options: Options, value: object, name: str) -> object:
@@ -163,7 +161,7 @@ READERS: Mapping[object, Callable[[Options, object, str], object]] = {
     Mapping: _mapping,
     Literal: _literal,
 }
-"""How each generic type is read, by its origin."""
+"""The reader of each generic type, by its origin."""
 
 
 def _float(value: object, name: str) -> object:

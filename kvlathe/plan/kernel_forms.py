@@ -1,5 +1,5 @@
-"""Which formats of quantized pages, and which ranking of tokens, engines may ask of the CUDA
-kernels. A build refuses the others, and so does a session on a GPU when it loads a
+"""The formats of quantized pages and the ranking of tokens that engines may ask of the
+CUDA kernels. A build refuses the others, and so does a session on a GPU when it loads a
 plan."""
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ Refusal = tuple[str, str]
 
 
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of the first of its quantized pages that may not be; None where all may."""
+    """The refusal of the first of its quantized pages that may not be; None where all
+    may."""
     for bucket in plan.index.buckets:
         if not bucket.tier.is_coded:
             continue
@@ -25,7 +26,8 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what the node that ONNX Runtime and TensorRT run on a GPU does not compute."""
+    """The refusal of what the node that ONNX Runtime and TensorRT run on a GPU does not
+    compute."""
     if plan.model.shifts:
         return None
     return (
@@ -35,7 +37,7 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what ranks its tokens; None where the kernels do it."""
+    """The refusal of what ranks its tokens; None where the kernels do it."""
     if not plan.index.ranked:
         return None
     observation = plan.index.observation
@@ -50,7 +52,8 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
 def _observing_refusal(
     plan: CompressionPlan, observation: ObservationWindow
 ) -> Refusal | None:
-    """Of attention that the kernels do not report, or that nobody asks for in time."""
+    """The refusal of attention that the kernels do not report, or that nobody asks for in
+    time."""
     if not plan.model.shifts:
         reason = "the model bounds its scores or has sink logits"
         remedy = "choose another backend, or a compression that treats tokens alike"

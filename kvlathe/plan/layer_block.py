@@ -1,9 +1,9 @@
-"""One layer's share of every bucket's page, for hosts whose pages are of one layer.
+"""One layer's portion of every bucket's page, for hosts whose pages are of one layer.
 
 A host such as vLLM has one block table for all heads of all layers, and blocks of equal
 bytes in each layer. Its block then holds, of P tokens of a layer, what pages of our
-buckets hold of that layer, bucket after bucket. Full pages are in it. Pages that will be
-sealed are not: 16-bit rows of the newest tokens lie in hot pages beside the blocks.
+buckets hold of that layer, bucket after bucket. Full pages are in it. Pages that will
+be sealed are not: 16-bit rows of the newest tokens lie in hot pages beside the blocks.
 
     block     bucket, bucket, ...   those from which no tokens go on
     hot page  bucket, ...           hot ones whose full pages are sealed
@@ -46,8 +46,8 @@ def bare(plan: CompressionPlan, projected: Collection[int]) -> CompressionPlan:
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """Of ``layer`` of a plan, whose ``layout`` all layers share. Bytes count all
-    padding."""
+    """The block of ``layer`` of a plan, whose ``layout`` all layers share. Bytes count
+    all padding."""
 
     layout: CacheLayout
     layer: int
@@ -58,14 +58,15 @@ class LayerBlock:
 
     @cached_property
     def _stay(self) -> tuple[bool, ...]:
-        """Of each bucket: whether blocks hold its pages."""
+        """Whether blocks hold the pages of each bucket."""
         return tuple(bucket.stays for bucket in self.plan.index.buckets)
 
     @cached_property
-    def _shares(self) -> tuple[tuple[int, int], ...]:
-        """Of each bucket: where the layer's lanes begin in its page, and their bytes."""
+    def _portions(self) -> tuple[tuple[int, int], ...]:
+        """The place in each bucket's page where the layer's lanes begin, and their
+        bytes."""
         layout = self.layout
-        shares: list[tuple[int, int]] = []
+        portions: list[tuple[int, int]] = []
         for b in range(len(self._stay)):
             first = 0
             total = 0
@@ -75,24 +76,24 @@ class LayerBlock:
                 if not total:
                     first = layout.lane_offsets(b, lane).k
                 total += size
-            shares.append((first, total))
-        return tuple(shares)
+            portions.append((first, total))
+        return tuple(portions)
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """Where each bucket's share begins, in bytes from a block's or a hot page's
-        start."""
+        """The place where each bucket's portion begins, in bytes from a block's or a
+        hot page's start."""
         ends = {True: 0, False: 0}
         bases: list[int] = []
-        for blocked, (_, size) in zip(self._stay, self._shares, strict=True):
+        for blocked, (_, size) in zip(self._stay, self._portions, strict=True):
             bases.append(ends[blocked])
             ends[blocked] += size
         return tuple(bases)
 
     def _bytes(self, blocked: bool) -> int:
         total = 0
-        for held, share in zip(self._stay, self._shares, strict=True):
-            _, size = share
+        for held, portion in zip(self._stay, self._portions, strict=True):
+            _, size = portion
             if held == blocked:
                 total += size
         return total
@@ -110,11 +111,11 @@ class LayerBlock:
         return self._bytes(False)
 
     def rows(self, bucket: int) -> Int32:
-        """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
-        a block's or a hot page's start."""
+        """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted
+        from a block's or a hot page's start."""
         table = self.layout.lane_table(bucket)
         own = table[table[:, 0] == self.layer]
-        first, _ = self._shares[bucket]
+        first, _ = self._portions[bucket]
         own[:, OFFSETS] += self.bases[bucket] - first
         return np.ascontiguousarray(own)
 

@@ -70,7 +70,7 @@ def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:
 
 
 def _lane_tables(layout: CacheLayout, layer: int) -> list[npt.NDArray[np.int32]]:
-    """Of each bucket the rows of its lane table that are of this layer."""
+    """The rows of each bucket's lane table that are of this layer."""
     tables = map(layout.lane_table, range(len(layout.plan.index.buckets)))
     return [table[table[:, 0] == layer] for table in tables]
 
@@ -95,9 +95,8 @@ def _bucket_forms(
 ) -> list[int]:
     """BUCKET_FORM of each bucket, one after the other. The lane tables begin at
     ``at``."""
-    plan = layout.plan
     forms: list[int] = []
-    for bucket, table in zip(plan.index.buckets, tables, strict=True):
+    for bucket, table in zip(layout.plan.index.buckets, tables, strict=True):
         stride = layout.page_stride[bucket.number]
         forms += (*format_fields(bucket.tier), stride, bucket.is_hot, len(table), at)
         at += table.size

@@ -27,8 +27,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.formats import META_BYTES, aligned
 from kvlathe.plan.index import Bucket
-from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.shard_plan import ShardPlan
+from kvlathe.plan.plan import CompressionPlan, ShardPlan
 
 TABLE_COLUMNS = (
     "layer",
@@ -58,7 +57,7 @@ class LaneOffsets:
 
     @property
     def k_sums(self) -> int:
-        """Where sums of K's codes begin, in tiers that store them; ``v_sums``
+        """The place where sums of K's codes begin, in tiers that store them; ``v_sums``
         likewise."""
         return self.k_meta + aligned(self.groups_k * META_BYTES)
 
@@ -87,8 +86,9 @@ class CacheLayout:
             v_meta = v + tier.v.data_bytes(lane.rank_v, p)
             at = v_meta + tier.v.meta_bytes(lane.rank_v, p)
             groups_k = tier.k.group_count(lane.rank_k, p)
-            groups_v = tier.v.group_count(lane.rank_v, p)
-            offsets_of[index] = LaneOffsets(k, k_meta, v, v_meta, groups_k, groups_v)
+            offsets_of[index] = LaneOffsets(
+                k, k_meta, v, v_meta, groups_k, tier.v.group_count(lane.rank_v, p)
+            )
         return offsets_of, at
 
     def lane_offsets(self, bucket: int, lane: int) -> LaneOffsets:
@@ -122,11 +122,12 @@ class CacheLayout:
         return {lane: borders[i + 1] - borders[i] for i, lane in enumerate(lanes)}
 
     def scores_at(self, bucket: int) -> int:
-        """Where the scores of a bucket begin, in bytes from its page's start."""
+        """The place where the scores of a bucket begin, in bytes from its page's
+        start."""
         return self._placed[bucket][1]
 
     def _score_bytes(self, bucket: Bucket) -> int:
-        """Of a page: what ranking its tokens needs is kept with them, and counted."""
+        """Bytes of a page for scores: they are kept with its tokens, and counted."""
         if not bucket.scored:
             return 0
         fields = 8 if self.plan.index.keeps_positions else 4

@@ -198,8 +198,7 @@ class Life:
         """Pages of each tier that a sequence growing to ``tokens`` tokens, of which up to
         ``prompt`` are its prompt, can need at one time."""
         decode = self._peak(tokens, self._decode_step(at), at)
-        begin = self._peak(prompt, at.prompt_step or prompt, at)
-        return tuple(map(max, decode, begin))
+        return tuple(map(max, decode, self._peak(prompt, at.prompt_step or prompt, at)))
 
     def _decode_step(self, at: Paging) -> int:
         """Tokens between two moves of a decode."""
@@ -233,7 +232,11 @@ class Keep(Life):
 
 @dataclass(frozen=True, slots=True)
 class Seal(Life):
-    """Every token stays. Full pages are sealed."""
+    """Every token stays. Full pages are sealed.
+
+    >>> Seal().held(1000, Paging(page=64, cold=1))
+    (40, 960)
+    """
 
     kind: str = field(default="seal", init=False)
 
@@ -245,7 +248,18 @@ class Seal(Life):
 @dataclass(frozen=True, slots=True)
 class Window(Life):
     """The first ``sink`` tokens and the newest pages; a page leaves when the window has
-    passed it. Queries see the same (Sight has the numbers)."""
+    passed it. Queries see the same (Sight has the numbers).
+
+    >>> life = Window(sink=64, recent=128)
+    >>> life.words()
+    '64 first, 128 newest'
+    >>> life.held(1000, Paging(page=64))  # 15 full pages and 40 tokens have arrived
+    (232,)
+    >>> life.moves([0], [1024], 1024, Paging(page=64)).drops
+    (Drop(bucket=0, first=1, pages=13),)
+    >>> Window(sink=64, recent=100).problem(page_tokens=64)
+    ('it has a window of 100 newest tokens', 'windows are whole pages of 64')
+    """
 
     drops: ClassVar[bool] = True
 
@@ -270,8 +284,7 @@ class Window(Life):
 
     def problem(self, page_tokens: int) -> Problem | None:
         for name, tokens in (("first", self.sink), ("newest", self.recent)):
-            is_possible = 0 <= tokens < NO_END
-            if not is_possible or tokens % page_tokens:
+            if not 0 <= tokens < NO_END or tokens % page_tokens:
                 fact = f"it has a window of {tokens} {name} tokens"
                 return fact, f"windows are whole pages of {page_tokens}"
         held = self.of_tokens(self.exact, page_tokens).recent
@@ -287,6 +300,9 @@ class Budget(Life):
     them, hot.
 
     ``recent``: this many of its tokens are the newest ones, whatever their saliency.
+
+    >>> Budget(256).held(1000, Paging(page=64, cold=1))
+    (40, 256)
     """
 
     by_saliency: ClassVar[bool] = True
@@ -326,6 +342,9 @@ class Divide(Life):
 
     A cold tier has those that fill pages. The others wait in the hot tier, and are ranked
     again with the next ones.
+
+    >>> Divide((0.25, 0.75)).held(1000, Paging(page=64, cold=2))
+    (104, 192, 704)
     """
 
     by_saliency: ClassVar[bool] = True

@@ -45,7 +45,7 @@ EVALUATION_FILE = "evaluation.json"
 REPLACEABLE = (EVALUATION_FILE, REPORT_FILE)
 """Files that may change after the build: nothing runs from them."""
 MOST_BYTES = 1 << 24
-"""Of a manifest: a larger one is none of ours."""
+"""The most bytes of a manifest: a larger one is none of ours."""
 
 GRAPHS: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": (),
@@ -54,8 +54,8 @@ GRAPHS: Mapping[str, tuple[str, ...]] = {
     "cuda": (DECODER_FILE, WEIGHTS_FILE),
     "vllm": (HEADS_FILE,),
 }
-"""What each backend's engine must hold beside its plan. ONNX Runtime's graphs are named
-by the plan (plan/engine_folder.py)."""
+"""Files that each backend's engine must hold beside its plan. ONNX Runtime's graphs are
+named by the plan (plan/engine_folder.py)."""
 
 READ_SUFFIXES = {".json", ".jinja", ".onnx", ".data", ".engine", ".npz", ".html"}
 """Kinds of files that an engine is read from: none may lie in the folder unlisted."""
@@ -134,7 +134,7 @@ class Manifest:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights as they were exported."""
+        """Bytes of the weights as they were exported."""
         record = self.made_from.get(WEIGHTS_FILE)
         return record.size if record else 0
 
@@ -151,8 +151,8 @@ def record_of(path: Path) -> FileRecord:
 def describe_files(
     folder: Path, known: Mapping[str, FileRecord] | None = None
 ) -> dict[str, FileRecord]:
-    """Size and digest of every file of ``folder``, the manifest itself aside. ``known``:
-    of files that have not changed since."""
+    """Size and digest of every file of ``folder``, the manifest itself aside.
+    ``known``: of files that have not changed since."""
     known = known or {}
     return {
         name: known.get(name) or record_of(folder / name) for name in _names(folder)
@@ -177,8 +177,8 @@ def signature(raw: Mapping[str, object]) -> str:
 def write(
     folder: Path, manifest: Manifest, known: Mapping[str, FileRecord] | None = None
 ) -> Manifest:
-    """Record every file of ``folder`` in the manifest (unless it holds records; ``known``
-    as in describe_files), sign it and write it. Returns it complete."""
+    """Record every file of ``folder`` in the manifest (unless it holds records;
+    ``known`` as in describe_files), sign it and write it. Returns it complete."""
     files = manifest.files or describe_files(folder, known)
     listed = dataclasses.replace(manifest, files=files, digest="")
     # What JSON makes of it is what a reader will see: lists in place of tuples.
@@ -203,8 +203,9 @@ def replace_files(folder: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             replacing.fresh(folder / name).write_text(text, "utf-8")
         records = {name: record_of(replacing.fresh(folder / name)) for name in texts}
-        files = {**manifest.files, **records}
-        write(folder, dataclasses.replace(manifest, files=files))
+        write(
+            folder, dataclasses.replace(manifest, files={**manifest.files, **records})
+        )
         for name in texts:
             replacing.fresh(folder / name).replace(folder / name)
 

@@ -9,12 +9,13 @@ from kvlathe.plan.layout import CacheLayout
 LENGTHS = (1024, 4096)
 """Tokens of the rows, beside the longest sequence."""
 HOST_BYTES = 4
-"""Of an element of the hidden states that wait on the host."""
+"""Bytes of an element of the hidden states that wait on the host."""
 
 
 def bytes_left(layout: CacheLayout, tokens: int) -> float:
-    """Of the uncompressed cache in 16 bit, at ``tokens`` tokens: scales, padding and hot
-    page counted, the mean over where in its last page the sequence stands."""
+    """The share of the uncompressed cache in 16 bit that is left at ``tokens`` tokens:
+    scales, padding and hot page counted, the mean over where in its last page the
+    sequence stands."""
     model, page = layout.plan.model, layout.plan.page_tokens
     lanes = model.layers * model.kv_heads
     a_token = 2 * 2 * lanes * model.head_dim  # K and V, two bytes a number
@@ -31,10 +32,10 @@ def memory_table(
     ``steady``: pages that one sequence of ``tokens`` tokens holds. ``peak``: the most
     that it needs at one time where nearly all of it is a prompt. ``batch_steady`` and
     ``batch_peak``: of ``batch`` such sequences, all at their peak at once.
-    ``uncompressed``: the model's K and V of one sequence in 16 bit.
-    ``together``: ``batch_peak`` and the ``weights``, which are bytes.
-    ``host``: hidden states that one prompt leaves on the host between its stages. The cuda
-    backend keeps them on the GPU, in half as many.
+    ``uncompressed``: the model's K and V of one sequence in 16 bit. ``together``:
+    ``batch_peak`` and the ``weights``, which are bytes. ``host``: hidden states that
+    one prompt leaves on the host between its stages. The cuda backend keeps them on the
+    GPU, in half as many.
     """
     lengths = sorted({n for n in LENGTHS if n < max_seq_len} | {max_seq_len})
     rows = [_row(layout, tokens, max_batch_size) for tokens in lengths]

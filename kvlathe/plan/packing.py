@@ -56,19 +56,14 @@ def byte_codes(form: Format) -> Bytes:
     alone = np.zeros((runs, 256, runs), np.uint8)
     for run in range(runs):
         alone[run, :, run] = every_byte
-    rows = alone.reshape(-1, runs)
-    codes = unpack(rows, form)
-    return codes.reshape(runs, 256, -1)
+    return unpack(alone.reshape(-1, runs), form).reshape(runs, 256, -1)
 
 
 def packed_threes(codes: Bytes) -> Bytes:
     """[rows, n] codes below 8 as [rows, 3 n / 8] bytes; n is a multiple of 8."""
-    count = codes.shape[1]
     packed: list[Bytes] = []
-    for first in range(0, count, BLOCK):
-        end = first + BLOCK
-        block = codes[:, first:end]
-        packed.append(_packed_block(block))
+    for first in range(0, codes.shape[1], BLOCK):
+        packed.append(_packed_block(codes[:, first : first + BLOCK]))
     return np.concatenate(packed, axis=1)
 
 
@@ -81,64 +76,46 @@ def _packed_block(codes: Bytes) -> Bytes:
     seven = eights[..., 7]
     top_six = six >> 2
     top_seven = seven >> 2
-    tops = top_six | top_seven << 1
-    low_six = six & 3
-    low_seven = seven & 3
-    last = np.stack([low_six, low_seven, tops], axis=-1)
-    pairs = first | second << 3
-    runs = pairs | last << 6
-    in_order = runs.transpose(0, 2, 1)
-    packed = in_order.reshape(rows, -1)
-    return packed.astype(np.uint8)
+    last = np.stack([six & 3, seven & 3, top_six | top_seven << 1], axis=-1)
+    runs = first | second << 3 | last << 6
+    return runs.transpose(0, 2, 1).reshape(rows, -1).astype(np.uint8)
 
 
 def unpacked_threes(packed: Bytes) -> Bytes:
     """The inverse of ``packed_threes``."""
     size = BLOCK * 3 // 8
-    count = packed.shape[1]
     codes: list[Bytes] = []
-    for first in range(0, count, size):
-        end = first + size
-        block = packed[:, first:end]
-        codes.append(_unpacked_block(block))
+    for first in range(0, packed.shape[1], size):
+        codes.append(_unpacked_block(packed[:, first : first + size]))
     return np.concatenate(codes, axis=1)
 
 
 def _unpacked_block(packed: Bytes) -> Bytes:
     rows = len(packed)
-    runs = packed.reshape(rows, 3, -1)
-    first, second, third = runs.transpose(1, 0, 2)
+    first, second, third = packed.reshape(rows, 3, -1).transpose(1, 0, 2)
     tops = third >> 6
     top_six = (tops & 1) << 2
     top_seven = (tops & 2) << 1
     codes: list[npt.NDArray[np.integer]] = []
     for run in (first, second, third):
-        later = run >> 3
         codes.append(run & 7)
-        codes.append(later & 7)
-    low_six = first >> 6
-    low_seven = second >> 6
-    codes.append(low_six | top_six)
-    codes.append(low_seven | top_seven)
-    in_order = np.stack(codes, axis=-1)
-    unpacked = in_order.reshape(rows, -1)
-    return unpacked.astype(np.uint8)
+        codes.append(run >> 3 & 7)
+    codes.append(first >> 6 | top_six)
+    codes.append(second >> 6 | top_seven)
+    return np.stack(codes, axis=-1).reshape(rows, -1).astype(np.uint8)
 
 
 def piece_places(form: Format, count: int, unit: int) -> Places:
     """[count / unit, runs]: which pieces of a row of ``count`` codes hold each ``unit``
     of them. A piece is the bytes that a unit has in one run; unit divides count and
     BLOCK."""
-    number = count // unit
-    units = np.arange(number)[:, None]
+    units = np.arange(count // unit)[:, None]
     run = np.arange(form.runs)
     if form.runs == 1:
         return units + run
     block = units * unit // BLOCK
     first_unit = block * BLOCK // unit
-    first = block * BLOCK
-    left = count - first
-    in_run = np.minimum(BLOCK, left) // unit
+    in_run = np.minimum(BLOCK, count - block * BLOCK) // unit
     before = form.runs * first_unit
     return before + run * in_run + units - first_unit
 
@@ -149,15 +126,12 @@ def lane_pieces(
     """Numbers of the pieces (``piece_places``) of a lane: [P, units of
     ``channels`` * runs] along the rank, [1, channels * units * runs] along the tokens.
     ``channels`` are padded."""
-    row = page if form.along_tokens else rank
-    pieces = piece_places(form, row, unit)
+    pieces = piece_places(form, page if form.along_tokens else rank, unit)
     if form.along_tokens:
         firsts = channels[:, None, None] * pieces.size
         places = firsts + pieces
         return places.reshape(1, -1)
     units = channels[::unit] // unit
-    tokens = np.arange(page)[:, None, None]
-    firsts = tokens * pieces.size
-    own = pieces[units]
-    places = firsts + own
+    firsts = np.arange(page)[:, None, None] * pieces.size
+    places = firsts + pieces[units]
     return places.reshape(page, -1)

@@ -1,4 +1,4 @@
-"""What tells whether a page is still what it was: SHA-256 of the sums of its rows.
+"""Digests that tell whether a page has changed: SHA-256 of the sums of its rows.
 
     page   32-bit words, little-endian, in rows of ROW_WORDS; the last one may be shorter
     sum    of a row: each word (signed) times the weight of its place, modulo 2^64
@@ -23,7 +23,7 @@ WORD = np.dtype("<i4")
 SUM = np.dtype("<i8")
 _stream = hashlib.shake_256(b"kvlathe pages").digest(ROW_WORDS * SUM_BYTES)
 WEIGHTS: npt.NDArray[np.int64] = np.frombuffer(_stream, SUM) | np.int64(1)
-"""Of the words of a row: odd, and otherwise without a pattern."""
+"""Weights of the words of a row: odd, and otherwise without a pattern."""
 
 
 def row_sums(page: bytes | memoryview) -> npt.NDArray[np.int64]:
@@ -34,18 +34,15 @@ def row_sums(page: bytes | memoryview) -> npt.NDArray[np.int64]:
     words = np.frombuffer(page, WORD)
     left = len(words) % ROW_WORDS
     end = len(words) - left
-    rows = words[:end].reshape(-1, ROW_WORDS)
-    sums = np.einsum("rw,w->r", rows, WEIGHTS)
+    sums = np.einsum("rw,w->r", words[:end].reshape(-1, ROW_WORDS), WEIGHTS)
     if not left:
         return sums
-    last = np.einsum("w,w->", words[end:], WEIGHTS[:left])
-    return np.append(sums, last)
+    return np.append(sums, np.einsum("w,w->", words[end:], WEIGHTS[:left]))
 
 
 def digest_of_sums(sums: npt.NDArray[np.int64]) -> str:
     """The digest of the page that has them."""
-    data = sums.astype(SUM).tobytes()
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(sums.astype(SUM).tobytes()).hexdigest()
 
 
 def page_digest(page: bytes | memoryview) -> str:

@@ -1,8 +1,10 @@
-"""Replacing a file that a manifest lists, so that a process may be killed at any moment.
+"""Replacing a file that a manifest lists, so that a process may be killed at any
+moment.
 
-The new file is written beside the old one, under the name that ``fresh`` gives; then the
-manifest is replaced; then the new file is renamed. Until the manifest is replaced nothing
-has changed. After that, whoever reads the folder finishes the work (``finish``).
+The new file is written beside the old one, under the name that ``fresh`` gives; then
+the manifest is replaced; then the new file is renamed. Until the manifest is replaced
+nothing has changed. After that, whoever reads the folder finishes the work
+(``finish``).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 
 def fresh(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
+    """The path at which a file is written before it takes its name."""
     return path.with_name(f".{path.name}.new")
 
 

@@ -1,5 +1,5 @@
-"""What a page holds for each token alone: the bytes that go with a token when it moves to
-another page of its bucket."""
+"""Token fields: the bytes of a page that belong to one token alone, and that go with a
+token when it moves to another page of its bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Field = tuple[int, int]
 
 
 def score_fields(layout: CacheLayout, bucket: int, lane: int) -> list[Field]:
-    """Attention (float32) and then, where the plan keeps it, position (int32) of a lane's
-    tokens; none where the bucket's tokens are not ranked."""
+    """Attention (float32) and then, where the plan keeps it, position (int32) of a
+    lane's tokens; none where the bucket's tokens are not ranked."""
     index = layout.plan.index
     if not index.buckets[bucket].scored:
         return []
@@ -27,7 +27,7 @@ def score_fields(layout: CacheLayout, bucket: int, lane: int) -> list[Field]:
 
 
 def token_fields(layout: CacheLayout, bucket: int) -> dict[int, list[Field]]:
-    """Of each lane of a bucket: its K and V, then its scores.
+    """The fields of each lane of a bucket: its K and V, then its scores.
 
     Raises KvlatheError if the bucket's quantization groups run along tokens.
     """

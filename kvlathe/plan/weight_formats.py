@@ -28,11 +28,11 @@ class WeightFormat:
         return BITS[self.name]
 
     def groups(self, inputs: int) -> int:
-        """Of a map with so many inputs. The last one may be filled up."""
+        """The groups of a map with so many inputs. The last one may be filled up."""
         return -(-inputs // self.group) if self.group else 1
 
     def bytes_of(self, inputs: int, outputs: int, scale: int) -> int:
-        """Of a map; ``scale``: bytes of a number of its scales."""
+        """Bytes of a map; ``scale``: bytes of a number of its scales."""
         groups = self.groups(inputs)
         codes = groups * (self.group or inputs) * self.bits // 8
         zeros = -(-groups * self.bits // 8) if self.zeros else 0
@@ -41,12 +41,12 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """Of the maps of the layers, and of the embedding and the head. None: what the
-    engine computes in."""
+    """Formats of the maps of the layers, and of the embedding and the head. None: what
+    the engine computes in."""
 
     maps: WeightFormat | None = None
     table: WeightFormat | None = None
 
 
 PLAIN = WeightFormats()
-"""What the engine computes in, everywhere."""
+"""Weights in what the engine computes in, everywhere."""

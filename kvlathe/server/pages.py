@@ -37,8 +37,7 @@ def docs_page(api: Schema) -> str:
 
 def _template(name: str, trim_blocks: bool = False) -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=trim_blocks)
-    text = Path(__file__).with_name(name).read_text("utf-8")
-    return environment.from_string(text)
+    return environment.from_string(Path(__file__).with_name(name).read_text("utf-8"))
 
 
 def operation(api: Schema, method: str, path: str, said: Schema) -> Schema:

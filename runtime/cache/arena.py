@@ -22,8 +22,8 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 
 MAX_SLAB_PAGES = 32
-"""Of the bucket with the largest pages. More waste less at slab borders, fewer return
-to the arena sooner."""
+"""The most pages in a slab of the bucket with the largest pages. More waste less at
+slab borders, fewer return to the arena sooner."""
 
 
 class OutOfPages(KvlatheError):
@@ -102,8 +102,7 @@ class PageArena:
     def fits(self, demands: Sequence[Sequence[int]]) -> bool:
         """Whether an empty pool surely holds all ``demands`` (pages of each bucket)
         together."""
-        together = np.asarray(demands, np.int64).sum(0, keepdims=True)
-        return self.holds(together)
+        return self.holds(np.asarray(demands, np.int64).sum(0, keepdims=True))
 
     def holds(self, totals: npt.NDArray[np.int64]) -> bool:
         """Whether an empty pool surely holds each of ``totals`` [n, buckets] pages, one
@@ -215,6 +214,5 @@ def _whole(size: int, strides: Sequence[int]) -> list[int]:
     counts: list[int] = []
     for stride in strides:
         count, rest = divmod(size, stride)
-        is_cut = rest > 0
-        counts.append(count - is_cut)
+        counts.append(count - (rest > 0))
     return counts

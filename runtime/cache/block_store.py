@@ -1,4 +1,5 @@
-"""Stores of blocks that the prefix cache had to give up: the host's memory, then a folder.
+"""Stores of blocks that the prefix cache had to give up: the host's memory, then a
+folder.
 
     pool --reclaim--> HostStore --least recently used--> DiskStore (disk_store.py)
     pool <--find, by the block's key---------------------'
@@ -22,7 +23,7 @@ from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.sessions.protocols import PLAIN, PageMover
 
 DISK_CACHE_BYTES = 1 << 34
-"""Of a disk store, unless asked otherwise."""
+"""The size of a disk store, unless asked otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class StoreSizes:
 
 
 class HostStore:
-    """Blocks in at most ``capacity`` bytes of the host's memory. The least recently used
-    go ``below``."""
+    """Blocks in at most ``capacity`` bytes of the host's memory. The least recently
+    used go ``below``."""
 
     def __init__(self, capacity: int, below: DiskStore | None = None) -> None:
         self.capacity = capacity
@@ -79,9 +80,9 @@ class HostStore:
 
 
 class BlockStores:
-    """What the prefix cache asks: a host store, a disk store or both, and what moves
-    pages, of ``page_bytes`` in each bucket. ``host_hits``, ``disk_hits``: blocks that
-    came back from there.
+    """The stores that the prefix cache asks: a host store, a disk store or both, and
+    what moves pages, of ``page_bytes`` in each bucket. ``host_hits``, ``disk_hits``:
+    blocks that came back from there.
 
     Raises KvlatheError where there is neither.
     """
@@ -103,8 +104,8 @@ class BlockStores:
         self.disk_hits = 0
 
     def use(self, mover: PageMover) -> None:
-        """From now on ``mover`` moves pages, and codes what it reads as it does. Nothing
-        may have been asked yet."""
+        """From now on ``mover`` moves pages, and codes what it reads as it does.
+        Nothing may have been asked yet."""
         self.mover = mover
         if self.disk is not None:
             self.disk.use(mover.coding)
@@ -192,8 +193,7 @@ def open_stores(
     """Raises KvlatheError as the stores do."""
     disk, host = None, None
     if sizes.folder is not None:
-        folder = Path(sizes.folder)
-        disk = DiskStore(folder, sizes.disk_bytes, origin, mover.coding)
+        disk = DiskStore(Path(sizes.folder), sizes.disk_bytes, origin, mover.coding)
     if sizes.host_bytes is not None:
         host = HostStore(sizes.host_bytes, disk)
     return BlockStores(mover, page_bytes, host, disk)

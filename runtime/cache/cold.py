@@ -33,7 +33,8 @@ Range = tuple[int, int]
 """Bytes [first, end) of a page."""
 VERSION = 1
 LEVEL = 1
-"""Of zstd. Higher ones save a hundredth more and take several times as long."""
+"""The level of zstd. Higher ones save a hundredth more and take several times as
+long."""
 AS_IT_IS = 1 << 31
 """In a part's length: its bytes are not coded."""
 
@@ -89,14 +90,11 @@ class Part:
     def plane(self, page: Bytes, i: int) -> list[Bytes]:
         """Views of a page that together are plane i."""
         if self._is_even:
-            table = page.reshape(len(self.ranges), -1)
             first, end = self.ranges[0]
-            of_lanes = table[:, first + i : end : self.width]
-            return [of_lanes]
+            return [page.reshape(len(self.ranges), -1)[:, first + i : end : self.width]]
         views: list[Bytes] = []
         for first, end in self.ranges:
-            view = page[first + i : end : self.width]
-            views.append(view)
+            views.append(page[first + i : end : self.width])
         return views
 
 
@@ -113,11 +111,9 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
             k_scales.append(_scales(k))
         if v.format.is_coded:
             v_scales.append(_scales(v))
-    plan = layout.plan
-    tier = plan.index.buckets[bucket].tier
+    tier = layout.plan.index.buckets[bucket].tier
     stride = layout.page_stride[bucket]
-    known = [*keys, *values, *k_scales, *v_scales]
-    rest = _between(known, stride)
+    rest = _between([*keys, *values, *k_scales, *v_scales], stride)
     kinds = [
         (keys, tier.k.unit_bytes),
         (values, tier.v.unit_bytes),
@@ -129,8 +125,7 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
     for ranges, width in kinds:
         if not ranges:
             continue
-        ascending = sorted(ranges)
-        part = Part(tuple(ascending), width, stride)
+        part = Part(tuple(sorted(ranges)), width, stride)
         parts.append(part)
     return parts
 
@@ -146,7 +141,7 @@ def _scales(matrix: PageMatrix) -> Range:
 
 
 def _between(ranges: Sequence[Range], stride: int) -> list[Range]:
-    """What of a page is in none of them."""
+    """The ranges of a page that are in none of them."""
     free: list[Range] = []
     at = 0
     for first, end in sorted(ranges):
@@ -159,8 +154,8 @@ def _between(ranges: Sequence[Range], stride: int) -> list[Range]:
 
 
 class ZstdPages:
-    """PageCodec: each plane of a page's parts a zstd frame, or as it is where that is not
-    larger. Raises KvlatheError where the library is missing."""
+    """PageCodec: each plane of a page's parts a zstd frame, or as it is where that is
+    not larger. Raises KvlatheError where the library is missing."""
 
     name = ZSTD
 
@@ -187,9 +182,7 @@ class ZstdPages:
         bodies: list[bytes] = []
         for part in self._parts[bucket]:
             for i in range(part.width):
-                views = part.plane(whole, i)
-                pieces = [view.tobytes() for view in views]
-                plain = b"".join(pieces)
+                plain = b"".join([view.tobytes() for view in part.plane(whole, i)])
                 coded = self._coder.compress(plain)
                 size = len(plain)
                 length = len(coded)
@@ -199,8 +192,7 @@ class ZstdPages:
                 else:
                     lengths.append(size | AS_IT_IS)
                     bodies.append(plain)
-        head = struct.pack(f"<B{len(lengths)}I", VERSION, *lengths)
-        return b"".join((head, *bodies))
+        return b"".join((struct.pack(f"<B{len(lengths)}I", VERSION, *lengths), *bodies))
 
     def decode(self, bucket: int, data: bytes) -> bytes:
         parts = self._parts[bucket]
@@ -212,8 +204,7 @@ class ZstdPages:
         if version != VERSION:
             raise _damaged(f"it is of version {version}")
         sizes = [length & ~AS_IT_IS for length in lengths]
-        expected = head.size + sum(sizes)
-        if expected != len(data):
+        if head.size + sum(sizes) != len(data):
             raise _damaged("its lengths are not those of its parts")
         page = np.empty(self._strides[bucket], np.uint8)
         left = iter(zip(lengths, sizes, strict=True))
@@ -222,16 +213,14 @@ class ZstdPages:
             for i in range(part.width):
                 length, size = next(left)
                 end = at + size
-                body = data[at:end]
-                plain = self._plain(body, length, part.plane_bytes)
-                views = part.plane(page, i)
-                _fill(views, plain)
+                plain = self._plain(data[at:end], length, part.plane_bytes)
+                _fill(part.plane(page, i), plain)
                 at = end
         return page.tobytes()
 
     def _plain(self, body: bytes, length: int, size: int) -> bytes:
-        """The ``size`` bytes of a plane. What a frame claims is checked before memory is
-        taken for it."""
+        """The ``size`` bytes of a plane. What a frame claims is checked before memory
+        is taken for it."""
         if length & AS_IT_IS:
             if len(body) != size:
                 raise _damaged("a part has another size")
@@ -250,14 +239,14 @@ def _fill(views: Sequence[Bytes], plain: bytes) -> None:
     at = 0
     for view in views:
         end = at + view.size
-        own = numbers[at:end]
-        view[...] = own.reshape(view.shape)
+        view[...] = numbers[at:end].reshape(view.shape)
         at = end
 
 
 def _damaged(reason: str) -> KvlatheError:
-    fact = "a cold page cannot be read"
-    return KvlatheError(fact, reason, "compute the sequence again")
+    return KvlatheError(
+        "a cold page cannot be read", reason, "compute the sequence again"
+    )
 
 
 class ColdPages(PageMover):
@@ -270,9 +259,7 @@ class ColdPages(PageMover):
         self.coding = codec.name
 
     def read_page(self, bucket: int, page: int) -> bytes:
-        plain = self._mover.read_page(bucket, page)
-        return self._codec.encode(bucket, plain)
+        return self._codec.encode(bucket, self._mover.read_page(bucket, page))
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        plain = self._codec.decode(bucket, data)
-        self._mover.write_page(bucket, page, plain)
+        self._mover.write_page(bucket, page, self._codec.decode(bucket, data))

@@ -50,15 +50,16 @@ Stored = Sequence[Sequence[BytesLike]]
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """What a file says of itself. ``key``: of the block, in hexadecimal."""
+    """The description at the beginning of a file. ``key``: of the block, in
+    hexadecimal."""
 
     key: Sha256
     listed: PageList
 
 
 class DiskStore:
-    """Blocks of an engine of this ``origin`` in ``folder``, at most ``capacity`` bytes of
-    them. ``failures``: files that could not be written or read.
+    """Blocks of an engine of this ``origin`` in ``folder``, at most ``capacity`` bytes
+    of them. ``failures``: files that could not be written or read.
 
     Several processes may share a folder: each counts its own bytes. Raises KvlatheError
     where the folder cannot be made, or others may write or read it.
@@ -238,8 +239,7 @@ class Writer:
             queue.SimpleQueue()
         )
         target = partial(_work_off, self._works)
-        thread = threading.Thread(target=target, name="kvlathe-disk-cache", daemon=True)
-        thread.start()
+        threading.Thread(target=target, name="kvlathe-disk-cache", daemon=True).start()
         weakref.finalize(self, self._works.put, None).atexit = False
 
     def submit(self, work: Callable[[], object]) -> None:
@@ -267,7 +267,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """Of a file of ours. Raises OSError, KvlatheError for what is none."""
+    """The content of a file of ours. Raises OSError, KvlatheError for what is none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(path, flags), "rb") as file:
         about = os.fstat(file.fileno())

@@ -20,7 +20,7 @@ Fields = list[tuple[int, int]]
 
 
 class HotRows:
-    """Of the pages of one layout."""
+    """The rows of tokens in hot pages of one layout."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
@@ -43,8 +43,7 @@ class HotRows:
             kinds = 2 if plan.index.keeps_positions else 1
             first = layout.scores_at(bucket)
             for i in range(lanes * kinds):
-                offset = first + 4 * plan.page_tokens * i
-                fields.append((offset, 4))
+                fields.append((first + 4 * plan.page_tokens * i, 4))
         return fields
 
     def cut(self, bucket: int, length: int) -> int:
@@ -56,8 +55,7 @@ class HotRows:
 
     def size(self, bucket: int, tokens: int) -> int:
         """Bytes of the rows of ``tokens`` tokens."""
-        fields = self._fields[bucket] or ()
-        return tokens * sum(size for _, size in fields)
+        return tokens * sum(size for _, size in self._fields[bucket] or ())
 
     def take(self, bucket: int, page: bytes, tokens: int) -> bytes:
         """The rows of a page's first ``tokens`` tokens, field by field."""

@@ -1,4 +1,4 @@
-"""Which KV pairs of a compacted prefix stay, from the pairs' scores: those of highest
+"""KV pairs of a compacted prefix that stay, chosen by their scores: those of highest
 score among all lanes (arXiv 2505.23416), in whole pages.
 
 A bucket's lanes keep equally many tokens. So where every lane has a bucket of its own,
@@ -18,7 +18,7 @@ Places = npt.NDArray[np.int64]
 
 
 def kept_places(scores: Sequence[Floats], keep: float, page: int) -> list[Places]:
-    """Of each bucket the places [lanes, m], ascending, that stay of its scores [lanes,
+    """The places [lanes, m] of each bucket, ascending, that stay of its scores [lanes,
     n]: m whole pages of ``page`` tokens, of all buckets together the share ``keep``.
 
     A page of a lane's ranked pairs is worth the score in its middle. So a page stays
@@ -30,38 +30,26 @@ def kept_places(scores: Sequence[Floats], keep: float, page: int) -> list[Places
     middle = page // 2
     for of_lanes in scores:
         order = np.argsort(-of_lanes, axis=1, kind="stable")
-        ranked = np.take_along_axis(of_lanes, order, 1)
-        middles = ranked[:, middle::page]
-        worth = middles.mean(0)
         orders.append(order)
-        worths.append(worth)
+        worths.append(np.take_along_axis(of_lanes, order, 1)[:, middle::page].mean(0))
         lanes.append(len(of_lanes))
     kept: list[Places] = []
-    counts = _pages(worths, lanes, keep)
-    for order, pages in zip(orders, counts, strict=True):
-        tokens = pages * page
-        best = order[:, :tokens]
-        ascending = np.sort(best, axis=1)
-        kept.append(ascending)
+    for order, pages in zip(orders, _pages(worths, lanes, keep), strict=True):
+        kept.append(np.sort(order[:, : pages * page], axis=1))
     return kept
 
 
 def _pages(
     worths: Sequence[Floats], lanes: Sequence[int], keep: float
 ) -> npt.NDArray[np.int64]:
-    """How many pages each bucket keeps: those of most worth, one at least. A page of a
-    bucket costs its number of ``lanes``; the last one is taken where that is nearer to
-    the share ``keep``."""
+    """The number of pages that each bucket keeps: those of most worth, one at least. A
+    page of a bucket costs its number of ``lanes``; the last one is taken where that is
+    nearer to the share ``keep``."""
     buckets = len(worths)
-    sizes = [len(worth) for worth in worths]
-    bucket_of = np.repeat(np.arange(buckets), sizes)
-    together = np.concatenate(worths)
-    order = np.argsort(-together, kind="stable")
-    ranked = bucket_of[order]
+    bucket_of = np.repeat(np.arange(buckets), [len(worth) for worth in worths])
+    ranked = bucket_of[np.argsort(-np.concatenate(worths), kind="stable")]
     costs = np.array(lanes)[ranked]
     ends = costs.cumsum()
-    middles = ends - costs / 2
-    taken = middles <= keep * ends[-1]
+    taken = ends - costs / 2 <= keep * ends[-1]
     taken[0] = True
-    chosen = ranked[taken]
-    return np.bincount(chosen, minlength=buckets)
+    return np.bincount(ranked[taken], minlength=buckets)

@@ -1,5 +1,5 @@
-"""ObservedRows: which rows of a sequence are observed (plan.token_score.ObservationWindow), and how many have seen a
-token.
+"""ObservedRows: the rows of a sequence that are observed (token_score.ObservationWindow),
+and how many have seen a token.
 
 It follows from the plan, the length of the prompt and the token ids alone, never from
 how the rows were cut into steps.
@@ -16,13 +16,13 @@ from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
 
 DRAWS = 1
-"""Of the hash that draws rows; apart from those of lanes, which have two numbers
-more."""
+"""The number of the hash that draws rows; apart from those of lanes, which have two
+numbers more."""
 
 
 class ObservedRows:
-    """Of one sequence with a prompt of ``prompt`` tokens. None of its rows is observed
-    where the plan has no observation window."""
+    """The observed rows of one sequence with a prompt of ``prompt`` tokens. None of its
+    rows is observed where the plan has no observation window."""
 
     def __init__(self, plan: CompressionPlan, prompt: int) -> None:
         self.observation, self.prompt, self.page = (
@@ -48,10 +48,7 @@ class ObservedRows:
     def seen(self, tokens: Sequence[int], stop: int) -> npt.NDArray[np.int64]:
         """[stop]: observed rows at or after each position, among those before
         ``stop``."""
-        weights = self.weights(tokens, 0, stop).astype(np.int64)
-        backwards = weights[::-1]
-        sums = backwards.cumsum()
-        return sums[::-1]
+        return self.weights(tokens, 0, stop).astype(np.int64)[::-1].cumsum()[::-1]
 
     def _known(self, stop: int) -> npt.NDArray[np.bool_]:
         while len(self._flags) < stop:
@@ -61,7 +58,8 @@ class ObservedRows:
         return self._flags
 
     def _window_end(self, start: int) -> int:
-        """Of the window that begins at ``start``: a slice of the prompt, or a page."""
+        """The end of the window that begins at ``start``: a slice of the prompt, or a
+        page."""
         if start >= self.prompt:
             return (start // self.page + 1) * self.page
         size = self.observation.slice_tokens if self.observation else 0

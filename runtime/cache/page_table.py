@@ -33,8 +33,8 @@ class CompactedPrefix:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Of the prefix cache: ``pages`` of each bucket. ``ends``: whether a sequence may go on
-    after it, which needs the windows before its end."""
+    """A block of the prefix cache: ``pages`` of each bucket. ``ends``: whether a
+    sequence may go on after it, which needs the windows before its end."""
 
     pages: Pages
     ends: bool
@@ -68,7 +68,7 @@ class PageTable:
 
 @dataclass(eq=False, slots=True)
 class PageChange:
-    """What a step does to the pages of one sequence beside writing new tokens.
+    """The change of one sequence's pages by a step, beside writing new tokens.
 
     ``taken``: all pages that it took. ``before``: the table's pages if it is rolled
     back. ``after``: its pages once the step is committed. ``copies``: what the session

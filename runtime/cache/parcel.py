@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 FORM = 3
-"""Of pages and their digests: rises where their bytes, or those around them, change."""
+"""The version of pages and their digests: rises where their bytes, or those around
+them, change."""
 NAME = b"kvlathe pages "
 MARK = NAME + f"{FORM}\n".encode()
 HEAD = struct.Struct(f"<{len(MARK)}sI32s")
@@ -47,9 +48,9 @@ Nested = Mapping[str, Mapping[str, Mapping[str, object]]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose pages: ``plan`` is the digest of the plan, ``weights`` one of the checkpoint
-    and of the bases that keys and values are projected to. ``form``: FORM of whoever
-    describes them."""
+    """Whose pages: ``plan`` is the digest of the plan, ``weights`` one of the
+    checkpoint and of the bases that keys and values are projected to. ``form``: FORM of
+    whoever describes them."""
 
     plan: Sha256
     weights: Sha256
@@ -57,14 +58,14 @@ class Origin:
 
     @classmethod
     def of(cls, plan: CompressionPlan, manifest: Manifest | None) -> Origin:
-        """Of an engine; without a manifest nothing is known of its weights."""
+        """The origin of an engine; without a manifest nothing is known of its
+        weights."""
         said = ""
         if manifest is not None:
             basis = manifest.files.get(BASIS_FILE)
             said = manifest.model_digest
             said += basis.sha256 if basis else ""
-        digest = hashlib.sha256(said.encode())
-        return cls(plan.digest, digest.hexdigest(), FORM)
+        return cls(plan.digest, hashlib.sha256(said.encode()).hexdigest(), FORM)
 
     def check(self, theirs: Origin) -> None:
         """Raises KvlatheError for pages of another plan, or of other weights."""
@@ -140,9 +141,9 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What a sequence is beside its cache: how long its prompt is, its parameters (JSON),
-    its sampler's seed and how many tokens it drew, and the log-probabilities it has
-    reported so far (JSON): of its answer, of its prompt."""
+    """The state of a sequence beside its cache: how long its prompt is, its parameters
+    (JSON), its sampler's seed and how many tokens it drew, and the log-probabilities it
+    has reported so far (JSON): of its answer, of its prompt."""
 
     prompt_tokens: Positive
     params: str
@@ -154,11 +155,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A description. ``listed``: its whole pages, which have the page ids ``ids`` in the
-    pool that they left. ``history``: the token ids, base64 of little-endian int32, of
-    which the first ``cached`` have K and V there. ``lengths``, ``arrived``: of its page
-    table, by bucket. ``rows``: of each bucket the bytes of a last page that is filled in
-    part and is not among the whole ones, base64; else empty.
+    """A description. ``listed``: its whole pages, which have the page ids ``ids`` in
+    the pool that they left. ``history``: the token ids, base64 of little-endian int32,
+    of which the first ``cached`` have K and V there. ``lengths``, ``arrived``: of its
+    page table, by bucket. ``rows``: of each bucket the bytes of a last page that is
+    filled in part and is not among the whole ones, base64; else empty.
 
     ``running``: of a sequence; None: a prefix.
     """
@@ -184,7 +185,7 @@ class Parcel:
 
     @property
     def page_bytes(self) -> int:
-        """Of the pages; what else there is, is in the description."""
+        """Bytes of the pages; all else is in the description."""
         return sum(map(sum, self.listed.sizes))
 
     def to_json(self) -> str:
@@ -198,8 +199,7 @@ class Parcel:
 
 def history_of(tokens: Sequence[int]) -> str:
     """As Parcel.history."""
-    data = np.asarray(tokens, "<i4").tobytes()
-    return base64.b64encode(data).decode()
+    return base64.b64encode(np.asarray(tokens, "<i4").tobytes()).decode()
 
 
 def said(value: DataclassInstance) -> str:
@@ -208,11 +208,10 @@ def said(value: DataclassInstance) -> str:
 
 
 def heard(kind: type[Kind], text: str) -> Kind:
-    """What ``said`` wrote of ``kind``, which lists pages. Raises KvlatheError."""
+    """Read the ``kind`` that ``said`` wrote, which lists pages. Raises KvlatheError."""
     try:
         fields = json_fields.parse(text)
-        origin = cast(Nested, fields)["listed"]["origin"]
-        form = origin.get("form", "unknown")
+        form = cast(Nested, fields)["listed"]["origin"].get("form", "unknown")
         if form != FORM:
             raise _of_another_version(form)
         return json_fields.read(kind, fields, "it")
@@ -224,8 +223,7 @@ def pack(text: str, pages: Sequence[Sequence[BytesLike]]) -> list[BytesLike]:
     """A description and its pages, as pieces that together are packed."""
     body = text.encode()
     digest = hashlib.sha256(body).digest()
-    head = HEAD.pack(MARK, len(body), digest)
-    pieces: list[BytesLike] = [head, body]
+    pieces: list[BytesLike] = [HEAD.pack(MARK, len(body), digest), body]
     for of_bucket in pages:
         pieces += of_bucket
     return pieces
@@ -239,8 +237,9 @@ def unpack(data: BytesLike) -> tuple[str, memoryview]:
         raise damaged("it ends early")
     mark, length, digest = HEAD.unpack_from(view)
     if mark != MARK and mark.startswith(NAME):
-        form = mark.removeprefix(NAME).decode(errors="replace").strip()
-        raise _of_another_version(form)
+        raise _of_another_version(
+            mark.removeprefix(NAME).decode(errors="replace").strip()
+        )
     if mark != MARK:
         raise damaged("it does not begin as ours do")
     end = HEAD.size + length
@@ -264,5 +263,6 @@ def _of_another_version(form: object) -> KvlatheError:
 
 
 def damaged(reason: str) -> KvlatheError:
-    fact = "a parcel of pages cannot be read"
-    return KvlatheError(fact, reason, "send it again, or compute it here")
+    return KvlatheError(
+        "a parcel of pages cannot be read", reason, "send it again, or compute it here"
+    )

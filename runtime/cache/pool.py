@@ -149,7 +149,7 @@ class PagePool(PageArena):
     def _moves(
         self, table: PageTable, arriving: list[int], lengths: list[int]
     ) -> list[tuple[Route, Moves]]:
-        """What moves once the step's tokens are there."""
+        """Moves that follow once the step's tokens are there."""
         pending: list[tuple[Route, Moves]] = []
         for route in self._routes:
             b = route.buckets[0]
@@ -221,8 +221,9 @@ class PagePool(PageArena):
         p = self.plan.page_tokens
         targets = [list(islice(spare[c], seals)) for c in cold]
         for i, cold_pages in enumerate(zip(*targets, strict=True)):
-            page = done.after[hot][i]
-            done.moves.seals.append(FullPage(hot, page, cold_pages, first + i * p))
+            done.moves.seals.append(
+                FullPage(hot, done.after[hot][i], cold_pages, first + i * p)
+            )
         del done.after[hot][:seals]
         lengths[hot] -= seals * p
         for c, pages in zip(cold, targets, strict=True):
@@ -257,7 +258,7 @@ class PagePool(PageArena):
         return min(p - table.lengths[b] % p for b in self._hot)
 
     def shorten(self, done: Reservation, tokens: int) -> None:
-        """Of the tokens that a step was to add, only the first ``tokens`` count: fewer
+        """Count only the first ``tokens`` of those that a step was to add: fewer
         than fill a page, so that nothing seals or leaves. The others' rows stay behind
         those that count, and are written over."""
         assert done.change is not None, "one token is not cut"
@@ -267,8 +268,7 @@ class PagePool(PageArena):
         p = self.plan.page_tokens
         kept: Pages = []
         for b, ids in enumerate(table.pages):
-            needed = -(-done.lengths[b] // p)
-            kept.append(ids[:needed] if arriving[b] else ids)
+            kept.append(ids[: -(-done.lengths[b] // p)] if arriving[b] else ids)
         done.change.keep(kept)
 
     def commit(self, done: Reservation) -> None:

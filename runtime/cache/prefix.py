@@ -25,19 +25,33 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import add
+from typing import Protocol
 
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.arena import OutOfPages
-from kvlathe.runtime.cache.block_observer import BlockObserver
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.page_table import Block, CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
 
 
+class BlockObserver(Protocol):
+    """Told which blocks are kept, in the engine's thread. It must not block or
+    raise."""
+
+    def stored(
+        self, key: bytes, before: bytes | None, tokens: Sequence[int], salt: bytes
+    ) -> None:
+        """A block of ``tokens``, after the block ``before``, of the tenant ``salt``."""
+        ...
+
+    def removed(self, key: bytes) -> None: ...
+
+
 class PrefixCache:
-    """Of one pool. ``hits`` counts tokens that were not computed again.
+    """The cache of prefixes in one pool. ``hits`` counts tokens that were not computed
+    again.
 
     Raises KvlatheError where the plan's lives forbid sharing.
     """
@@ -148,8 +162,8 @@ class PrefixCache:
         self.replace(self.compacted_of(tokens, salt, share, table.pages, table.lengths))
 
     def replace(self, made: CompactedPrefix) -> None:
-        """Remember a compacted prefix, whose pages are the cache's from now on, in place
-        of an older one of the same tokens."""
+        """Remember a compacted prefix, whose pages are the cache's from now on, in
+        place of an older one of the same tokens."""
         for one in list(self._compacted):
             if one.salt == made.salt and one.ids == made.ids:
                 self._give_up(one)
@@ -163,10 +177,11 @@ class PrefixCache:
         pages: Pages,
         lengths: Sequence[int],
     ) -> CompactedPrefix:
-        """What is known of a compacted prefix. It is not remembered."""
+        """The description of a compacted prefix. It is not remembered."""
         ids = np.asarray(tokens, np.int32).tobytes()
-        mark = f"compacted {share!r}".encode()
-        digest = hashlib.sha256(self._first_key(salt) + mark + ids)
+        digest = hashlib.sha256(
+            self._first_key(salt) + f"compacted {share!r}".encode() + ids
+        )
         return CompactedPrefix(
             ids=ids,
             salt=salt,
@@ -184,8 +199,8 @@ class PrefixCache:
     def _match(
         self, tokens: Sequence[int], salt: bytes, base: CompactedPrefix | None
     ) -> list[bytes]:
-        """Keys of the known blocks that ``tokens`` go on with after ``base``, here or in
-        a store, up to the last that may end."""
+        """Keys of the known blocks that ``tokens`` go on with after ``base``, here or
+        in a store, up to the last that may end."""
         chain: list[bytes] = []
         last = 0
         for key in self._keys(tokens, salt, base):
@@ -201,8 +216,8 @@ class PrefixCache:
     def _present(
         self, chain: Sequence[bytes], held: list[Pages], start: int
     ) -> list[Block]:
-        """The blocks of ``chain``, which begins at token ``start``, evicted ones brought
-        back, up to the last that may end before one that cannot be."""
+        """The blocks of ``chain``, which begins at token ``start``, evicted ones
+        brought back, up to the last that may end before one that cannot be."""
         blocks: list[Block] = []
         end = start
         for key in chain:
@@ -287,8 +302,7 @@ class PrefixCache:
                 self._blocks[key] = Block(own, not self._leaving)
             block = self._blocks[key]
             if not block.ends:
-                end = start + (i + 1) * self.block
-                self._end(block, table, end)
+                self._end(block, table, start + (i + 1) * self.block)
             self._blocks.move_to_end(key)
             before = key
 
@@ -363,8 +377,7 @@ class PrefixCache:
         return False
 
     def _first_key(self, salt: bytes) -> bytes:
-        salted = hashlib.sha256(salt).digest()
-        return hashlib.sha256(self._seed + salted).digest()
+        return hashlib.sha256(self._seed + hashlib.sha256(salt).digest()).digest()
 
     def _keys(
         self, tokens: Sequence[int], salt: bytes, base: CompactedPrefix | None

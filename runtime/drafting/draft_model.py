@@ -119,8 +119,7 @@ class DraftModel:
             return True
         count = min(left, known.next_tokens(self._limits.max_num_tokens))
         try:
-            seal = known.seals_after(count)
-            room = self._pool.reserve(known.table, count, seal)
+            room = self._pool.reserve(known.table, count, known.seals_after(count))
             self._engine.run([PrefillChunk(known, count, room)])
         except (OutOfPages, OutOfMemory):
             return False

@@ -276,9 +276,9 @@ def cuda_library(who: str) -> CudaLibrary:
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """Where one layer lies in pages that are not those of a CacheLayout, such as blocks of
-    a host. ``table``: its layer table. By bucket: its ``rows`` of the lane table, and the
-    ``strides``, bytes from a page to the next."""
+    """The place of one layer in pages that are not those of a CacheLayout, such as
+    blocks of a host. ``table``: its layer table. By bucket: its ``rows`` of the lane
+    table, and the ``strides``, bytes from a page to the next."""
 
     table: npt.NDArray[np.int32]
     rows: Sequence[npt.NDArray[np.int32]]
@@ -330,8 +330,8 @@ class LayerForm:
 
 
 def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.int32]]:
-    """By the place of a part in ``plan.index.parts``: its rows of the lane table that are of
-    one layer. Parts without lanes there are left out."""
+    """By the place of a part in ``plan.index.parts``: its rows of the lane table that
+    are of one layer. Parts without lanes there are left out."""
     plan = layout.plan
     heads = plan.model.kv_heads
     found: dict[int, npt.NDArray[np.int32]] = {}

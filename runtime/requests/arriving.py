@@ -30,8 +30,8 @@ def check_buckets(layout: CacheLayout, parcel: Parcel) -> None:
 
 
 def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
-    """``cuts``: tokens of each bucket that came as rows; its buckets were checked. Raises
-    KvlatheError."""
+    """``cuts``: tokens of each bucket that came as rows; its buckets were checked.
+    Raises KvlatheError."""
     coding = parcel.listed.coding
     if coding != PLAIN:
         raise damaged(f"its pages are coded ({coding})")
@@ -51,12 +51,9 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
 
 def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     listed = parcel.listed
-    counts = pages_of(parcel.lengths, layout.plan.page_tokens)
-    for b, count in enumerate(counts):
-        cut = cuts[b]
-        full = count - bool(cut)
-        said = {len(parcel.ids[b]), len(listed.sizes[b]), len(listed.digests[b])}
-        if said != {full}:
+    for b, count in enumerate(pages_of(parcel.lengths, layout.plan.page_tokens)):
+        full = count - bool(cuts[b])
+        if {len(parcel.ids[b]), len(listed.sizes[b]), len(listed.digests[b])} != {full}:
             raise damaged(f"bucket {b} does not have {full} pages")
         if set(listed.sizes[b]) - {layout.page_stride[b]}:
             raise damaged(f"a page of bucket {b} has another size")
@@ -65,15 +62,14 @@ def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None
 def _check_prefix(layout: CacheLayout, parcel: Parcel, known: int) -> None:
     """Every token of a prefix is cached, and held as one that has just ended."""
     cached, own = _before(layout, parcel)
-    held = layout.all_held(parcel.cached - cached)
-    expected = list(map(add, held, own))
+    expected = list(map(add, layout.all_held(parcel.cached - cached), own))
     if list(parcel.lengths) != expected or known != parcel.cached:
         raise damaged(f"no prefix of {parcel.cached} tokens is held like this")
 
 
 def _check_running(layout: CacheLayout, parcel: Parcel) -> None:
-    """What has arrived in a hot bucket is there or in its cold ones, but for what
-    lives drop or divide."""
+    """Check that all that arrived in a hot bucket is there or in its cold ones, but for
+    what lives drop or divide."""
     cached, own = _before(layout, parcel)
     held = [now - before for now, before in zip(parcel.lengths, own, strict=True)]
     for bucket in layout.plan.index.buckets:

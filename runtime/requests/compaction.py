@@ -8,7 +8,8 @@ in the number format of the plan, and is the prefix cache's from then on. Keys k
 rotation of their own position, and later queries have their true positions.
 
 It differs from the paper in one thing: probabilities are those of the softmax over the
-whole prefix. The paper's are over one part and what repeats it, which costs less memory.
+whole prefix. The paper's are over one part and what repeats it, which costs less
+memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LEAD = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """What came of a compaction. ``tokens``: of the prefix that was compacted, whole
+    """The result of a compaction. ``tokens``: of the prefix that was compacted, whole
     blocks of the prefix cache. ``kept``: the share of its KV pairs that stayed;
     ``lane_tokens``: of each kept lane, in order, its tokens. ``bytes``: of its pages;
     ``whole_bytes``: as a prompt has them that is not compacted. ``prefill_seconds`` are
@@ -62,8 +63,8 @@ class CompactionResult:
 
 
 class Compaction:
-    """Of the prompt ``tokens``, of which the share ``keep`` stays (None: the plan's).
-    Everything but the constructor runs in the engine's thread.
+    """The compaction of the prompt ``tokens``, of which the share ``keep`` stays (None:
+    the plan's). Everything but the constructor runs in the engine's thread.
 
     Raises KvlatheError where the engine cannot compact, or the prompt is too short or
     too long.
@@ -136,8 +137,7 @@ class Compaction:
         nothing is quantized before the end."""
         page, pool = self._plan.page_tokens, self._engine.pool
         while True:
-            tokens = self._count + self._instruction + part
-            pages = -(-tokens // page)
+            pages = -(-(self._count + self._instruction + part) // page)
             wanted = [pages if b.is_hot else 0 for b in self._plan.index.buckets]
             if pool.fits([wanted]):
                 return part
@@ -173,15 +173,15 @@ class Compaction:
         return self._made(table, prefilled - started, started)
 
     def _now(self) -> float:
-        """In seconds, once everything that was asked of the session is done: on a GPU it
-        may only be queued."""
+        """In seconds, once everything that was asked of the session is done: on a GPU
+        it may only be queued."""
         self._engine.check_device()
         return time.perf_counter()
 
     def _sequence(self, tokens: list[int], table: PageTable) -> Request:
-        sampler = Sampler(SamplingParams())
-        grid = self._plan.prefill_chunk
-        sequence = self._factory.open(tokens, len(tokens), grid, sampler)
+        sequence = self._factory.open(
+            tokens, len(tokens), self._plan.prefill_chunk, Sampler(SamplingParams())
+        )
         sequence.table = table
         return sequence
 
@@ -204,9 +204,9 @@ class Compaction:
         """One step of ``left`` tokens, or of as many as there is memory for. Nothing is
         sealed, so that tokens may still be chosen among.
 
-        A step takes no more tokens than the scheduler's may. One without memory is tried
-        with half of them, down to a page. Nobody else is told: observed steps need more
-        memory than others of as many tokens. Raises OutOfMemory.
+        A step takes no more tokens than the scheduler's may. One without memory is
+        tried with half of them, down to a page. Nobody else is told: observed steps
+        need more memory than others of as many tokens. Raises OutOfMemory.
         """
         parts: list[StepPart] = [self._scores] if observed else []
         context = dataclasses.replace(
@@ -238,8 +238,7 @@ class Compaction:
         page = self._plan.page_tokens
         scores: list[Floats] = []
         for bucket in sources:
-            rows = self._scores.rows(bucket)
-            scores.append(self.scores[rows])
+            scores.append(self.scores[self._scores.rows(bucket)])
         places = kept_places(scores, self._keep, page)
         kept: dict[int, Places] = dict(zip(sources, places, strict=True))
         lengths = [0] * len(index.buckets)
@@ -249,8 +248,7 @@ class Compaction:
             lengths[bucket] = length
             counts[bucket] = length // page
         pool = self._engine.pool
-        take = partial(pool.take, counts)
-        pages = self._engine.scheduler.make_room(take)
+        pages = self._engine.scheduler.make_room(partial(pool.take, counts))
         relocations: list[Relocation] = []
         try:
             for bucket, source in sources.items():

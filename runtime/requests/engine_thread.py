@@ -28,7 +28,8 @@ from kvlathe.runtime.sessions.protocols import Session
 
 T = TypeVar("T")
 PAUSE = 0.01
-"""Seconds until it is tried again where nobody finds a page before borrowed ones come back."""
+"""Seconds until it is tried again where nobody finds a page before borrowed ones come
+back."""
 log = logging.getLogger("kvlathe")
 
 
@@ -103,7 +104,7 @@ class EngineThread:
 
     @property
     def fault(self) -> BaseException | None:
-        """What ended the thread, where it was not asked to end."""
+        """The error that ended the thread, where it was not asked to end."""
         return self._fault
 
     def submit(
@@ -147,8 +148,8 @@ class EngineThread:
         request.raise_failure()
 
     def call(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises when it runs in the engine's thread, between
-        two steps."""
+        """Run ``work``: returns or raises what it does when it runs in the engine's
+        thread, between two steps."""
         self.refuse_own_thread()
         future: Future[T] = Future()
         with self._lock:
@@ -245,15 +246,15 @@ class EngineThread:
 
     def _obey(self) -> None:
         """Carry out what was asked since the last step. Where there is nothing to run,
-        wait for a command; where nothing can, for PAUSE seconds. No variable holds one: it could keep its LLM alive."""
+        wait for a command; where nothing can, for PAUSE seconds. No variable holds one:
+        it could keep its LLM alive."""
         with contextlib.suppress(queue.Empty):
             while True:
                 idle = not self._owners and not self._stopping
                 if idle:
                     self._engine.rest()
                 pauses, self._pauses = self._pauses, False
-                timeout = None if idle else PAUSE
-                self._commands.get(idle or pauses, timeout)()
+                self._commands.get(idle or pauses, None if idle else PAUSE)()
 
     def _stop(self) -> None:
         self._stopping = True

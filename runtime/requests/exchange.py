@@ -49,7 +49,7 @@ from kvlathe.runtime.sessions.protocols import Region
 
 
 class Exchange:
-    """Of one engine, which ``origin`` names."""
+    """The exchange of sequences with one engine, which ``origin`` names."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Exchange:
     ) -> Departure | None:
         """A submitted sequence, which ends here as ``moved``; None where it has ended
         before. ``whole``: a page that is filled in part goes as the others do, for who
-        reads pages by address; else the rows of its tokens are in the description. Raises
-        KvlatheError where nothing of it is cached yet."""
+        reads pages by address; else the rows of its tokens are in the description.
+        Raises KvlatheError where nothing of it is cached yet."""
         held = self._thread.call(partial(self._hold, sequence))
         if held is None:
             return None
@@ -91,8 +91,8 @@ class Exchange:
         return self._departure(hold, sequence.tokens, sequence.cached, running, whole)
 
     def prefill(self, sequence: Sequence, whole: bool = False) -> Departure | None:
-        """Run a new sequence until its first token is there, and export it, ``whole`` as
-        in export_sequence. None where that ended it. Raises what ended it before its
+        """Run a new sequence until its first token is there, and export it, ``whole``
+        as in export_sequence. None where that ended it. Raises what ended it before its
         answer was whole."""
         begun = Event()
         request = self._thread.submit([sequence], lambda _: begun.set())
@@ -187,8 +187,7 @@ class Exchange:
         for bucket, cut in enumerate(cuts):
             text = b""
             if cut:
-                last = table.pages[bucket][-1]
-                page = self._engine.session.read_page(bucket, last)
+                page = self._engine.session.read_page(bucket, table.pages[bucket][-1])
                 text = base64.b64encode(self._rows.take(bucket, page, cut))
             rows.append(text.decode())
         return tuple(rows)
@@ -196,16 +195,15 @@ class Exchange:
     # -- pages arrive ------------------------------------------------------------------
     def expect(self, parcel: Parcel) -> Arrival:
         """Take pages for a parcel. Raises KvlatheError for one of another build or that
-        is no page table of this plan, OutOfPages where the pool has no room just now."""
+        is no page table of this plan, OutOfPages where the pool has no room just
+        now."""
         self.origin.check(parcel.listed.origin)
-        cuts = self._cuts_of(parcel)
-        check_parcel(self._layout, parcel, cuts)
+        check_parcel(self._layout, parcel, self._cuts_of(parcel))
         hold = self._thread.call(partial(self._room, parcel))
         return Arrival(self._engine, self._thread, parcel, hold)
 
     def _room(self, parcel: Parcel) -> Hold:
-        counts = pages_of(parcel.lengths, self._layout.plan.page_tokens)
-        pages = self._pool.take(counts)
+        pages = self._pool.take(pages_of(parcel.lengths, self._layout.plan.page_tokens))
         table = PageTable(pages, list(parcel.lengths), list(parcel.arrived))
         return Hold(self._engine, table)
 
@@ -270,17 +268,15 @@ class Exchange:
         for bucket, cut in enumerate(self._cuts_of(parcel)):
             if cut:
                 page = self._rows.page(bucket, rows_of(parcel, bucket), cut)
-                last = arrival.last_page(bucket)
-                self._engine.session.write_page(bucket, last, page)
+                self._engine.session.write_page(bucket, arrival.last_page(bucket), page)
         table = arrival.take()
         base = parcel.base
         if base is not None:
             pages: Pages = []
             for ids, count in zip(table.pages, base.pages, strict=True):
                 pages.append(ids[:count])
-            tokens = parcel.tokens[: base.cached]
             table.base = self.prefixes.compacted_of(
-                tokens, salt, base.share, pages, base.lengths
+                parcel.tokens[: base.cached], salt, base.share, pages, base.lengths
             )
         return table
 

@@ -47,7 +47,7 @@ class ForcedText:
         self._sequence = factory.open(tokens, self._prompt, grid, sampler)
 
     def _begin(self, prefixes: PrefixCache | None) -> None:
-        """Where the text begins with a compacted prefix, its rows see that."""
+        """Put a compacted prefix before the rows of a text that begins with it."""
         base = prefixes and prefixes.compacted(self._tokens[: min(self._rows)])
         if prefixes and base:
             sequence = self._sequence
@@ -69,8 +69,8 @@ class ForcedText:
         return np.stack([logits[row] for row in self._rows])
 
     def _prompt_tokens(self, prompt: int | None) -> int:
-        """Where tokens are ranked the prompt matters: by default it goes up to the
-        first wanted row. Elsewhere the whole text is one."""
+        """Tokens of the prompt. It matters where tokens are ranked: by default it goes
+        up to the first wanted row. Elsewhere the whole text is one."""
         count = len(self._tokens)
         if not self._ranked:
             return count

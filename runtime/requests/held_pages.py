@@ -23,7 +23,7 @@ BATCH = 1 << 26
 Place = tuple[int, int, int]
 """A page: its bucket, its place in the list, its id in the pool."""
 Digests = tuple[tuple[str, ...], ...]
-"""Of the pages of each bucket."""
+"""Digests of each bucket's pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Piece:
 
 
 class Hold:
-    """Pages of ``table`` that no running sequence has. While they are held, who finds no
-    page waits for them. Made and used in the engine's thread."""
+    """Pages of ``table`` that no running sequence has. While they are held, who finds
+    no page waits for them. Made and used in the engine's thread."""
 
     def __init__(self, engine: Engine, table: PageTable) -> None:
         self.table = table
@@ -92,20 +92,17 @@ class HeldPages(ClosesAtExit):
             yield from self._thread.call(partial(read_all, batch))
 
     def _digests(self, ids: Items[Items[int]]) -> Digests:
-        """Of pages, once what was asked of them so far is done. Where the session sums
-        pages itself, their bytes stay where they are."""
+        """Digests of pages, once what was asked of them so far is done. Where the
+        session sums pages itself, their bytes stay where they are."""
         session = self._engine.session
         found: list[list[str]] = [[] for _ in ids]
         if "page_sums" not in session.capabilities:
             for bucket, page in self._read(ids):
-                digest = page_digest(page)
-                found[bucket].append(digest)
+                found[bucket].append(page_digest(page))
             return tuple(map(tuple, found))
-        ask = partial(_sums_of, session, ids)
-        sums = self._thread.call(ask)
+        sums = self._thread.call(partial(_sums_of, session, ids))
         for of_bucket, arrived in zip(found, sums, strict=True):
-            rows = arrived()
-            of_bucket += map(digest_of_sums, rows)
+            of_bucket += map(digest_of_sums, arrived())
         return tuple(map(tuple, found))
 
     def close(self) -> None:
@@ -141,8 +138,8 @@ class Departure(HeldPages):
 
 
 class Arrival(HeldPages):
-    """Pages of this pool for a ``parcel`` that is on its way: ``ids``, of each bucket, in
-    its order. ``close`` gives them back, unless they were adopted."""
+    """Pages of this pool for a ``parcel`` that is on its way: ``ids``, of each bucket,
+    in its order. ``close`` gives them back, unless they were adopted."""
 
     def __init__(
         self, engine: Engine, thread: EngineThread, parcel: Parcel, hold: Hold
@@ -155,10 +152,10 @@ class Arrival(HeldPages):
         self.ids = full
 
     def pieces(self, source: Region) -> list[Piece]:
-        """What to read from the pool ``source`` that the pages left, and where to write
-        it: pages that are adjacent in both pools are one piece. Waits until no step that
-        still runs writes to these pages: who had them before may have just ended. Raises
-        KvlatheError where this pool's memory has no address."""
+        """Ranges to read from the pool ``source`` that the pages left, and where to
+        write it: pages that are adjacent in both pools are one piece. Waits until no
+        step that still runs writes to these pages: who had them before may have just
+        ended. Raises KvlatheError where this pool's memory has no address."""
         memory = memory_of(self._engine)
         self._thread.call(memory.mark)()
         here = memory.region.address
@@ -167,8 +164,7 @@ class Arrival(HeldPages):
         for b, (theirs, own) in enumerate(zip(self.parcel.ids, self.ids, strict=True)):
             for left, page in zip(theirs, own, strict=True):
                 begin = source.address + left * strides[b]
-                target = here + page * strides[b]
-                piece = Piece(begin, target, strides[b])
+                piece = Piece(begin, here + page * strides[b], strides[b])
                 if found and _adjacent(found[-1], piece):
                     whole = found[-1].size + piece.size
                     piece = Piece(found[-1].source, found[-1].target, whole)
@@ -213,7 +209,7 @@ class Arrival(HeldPages):
 
 
 def _sums_of(session: Session, ids: Items[Items[int]]) -> list[Callable[[], Int64]]:
-    """Of the pages of each bucket."""
+    """Functions that wait for the row sums of each bucket's pages."""
     return [session.row_sums(bucket, pages) for bucket, pages in enumerate(ids)]
 
 

@@ -15,7 +15,7 @@ from kvlathe.runtime.text.sampler import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one sequence of a request.
+    """The tokens and text that one step added to one sequence of a request.
 
     ``index``: place of the sequence in its request. ``text``: whole characters, without
     stop strings. It may be empty, because text that could begin a stop string is held
@@ -43,7 +43,8 @@ OnDelta = Callable[[Delta], None]
 
 @dataclass(slots=True)
 class Told:
-    """How much of a sequence was passed on. ``at``: the time of its last token."""
+    """The portion of a sequence that was passed on. ``at``: the time of its last
+    token."""
 
     characters: int
     tokens: int
@@ -68,7 +69,7 @@ class Request:
         self._told = [_told(sequence) for sequence in sequences]
 
     def news(self, index: int) -> Delta:
-        """What was not passed on yet of the sequence at ``index``."""
+        """The portion that was not passed on yet of the sequence at ``index``."""
         sequence, told = self.sequences[index], self._told[index]
         text = sequence.text.text if sequence.text else ""
         delta = Delta(
@@ -113,6 +114,6 @@ class Request:
 
 
 def _told(sequence: Sequence) -> Told:
-    """What was said of a sequence that came from elsewhere is not said again."""
+    """Mark as passed on what a sequence that came from elsewhere had said there."""
     characters = len(sequence.text.text) if sequence.text else 0
     return Told(characters, sequence.answered, sequence.started)

@@ -72,22 +72,19 @@ def _check_logprobs(sequence: Sequence) -> None:
     if len(sequence.logprobs) != answered:
         raise damaged(f"its answer does not have {answered} log-probabilities")
     most = sequence.prompt_tokens - 1 if params.prompt_logprobs is not None else 0
-    least = min(sequence.cached, most)
-    if not least <= len(sequence.prompt_logprobs) <= most:
+    if not min(sequence.cached, most) <= len(sequence.prompt_logprobs) <= most:
         raise damaged(f"its prompt does not have {most} log-probabilities")
 
 
 def _params(running: Running) -> SamplingParams:
     try:
         fields = json.loads(running.params)
-        bias = fields["logit_bias"]
-        fields["logit_bias"] = tuple(map(tuple, bias))
+        fields["logit_bias"] = tuple(map(tuple, fields["logit_bias"]))
         if structure := fields.get("structure"):
             fields["structure"] = Structure(**structure)
         return SamplingParams(**fields)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        reason = f"its sampling parameters are malformed ({error})"
-        raise damaged(reason) from error
+        raise damaged(f"its sampling parameters are malformed ({error})") from error
 
 
 def _said(logprobs: Items[TokenLogprob]) -> str:
@@ -95,15 +92,14 @@ def _said(logprobs: Items[TokenLogprob]) -> str:
 
 
 def logprobs_of(text: str) -> list[TokenLogprob]:
-    """What running_of said of them. Raises KvlatheError."""
+    """The log-probabilities that running_of wrote. Raises KvlatheError."""
     found: list[TokenLogprob] = []
     try:
         for token, logprob, top in json.loads(text):
             best = [_pair(*pair) for pair in top]
             found.append(TokenLogprob(*_pair(token, logprob), tuple(best)))
     except (TypeError, ValueError, RecursionError) as error:
-        reason = f"its log-probabilities are malformed ({error})"
-        raise damaged(reason) from error
+        raise damaged(f"its log-probabilities are malformed ({error})") from error
     return found
 
 

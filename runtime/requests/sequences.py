@@ -73,8 +73,7 @@ class SequenceFactory:
         grid = self._plan.prefill_chunk
         if self._plan.index.cuts_prompts:
             return grid
-        most = self._scheduler.limits.max_num_tokens
-        return max(1, most // grid) * grid
+        return max(1, self._scheduler.limits.max_num_tokens // grid) * grid
 
     def open(
         self,

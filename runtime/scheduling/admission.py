@@ -133,15 +133,13 @@ class Admission:
         most = sequence.params.max_new_tokens
         expected = int(most * share + 0.999)
         left = most - sequence.answered
-        expected_left = expected - sequence.answered
-        return min(left, max(expected_left, self.pool.plan.page_tokens))
+        return min(left, max(expected - sequence.answered, self.pool.plan.page_tokens))
 
     def fits(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the pool is expected to hold all of them at every moment until the
         last one ends."""
         together = list(sequences)
-        share = self.expected_share
-        to_go = np.array([self._to_go(s, share) for s in together])
+        to_go = np.array([self._to_go(s, self.expected_share) for s in together])
         held = np.array([len(s.tokens) for s in together])
         prompts = np.array([self._prompt_pages(s) for s in together])
         # Most often all of them fit at their fullest, which is quickly seen.
@@ -153,36 +151,32 @@ class Admission:
         held = held[order]
         prompts = prompts[order]
         # [moment, sequence, bucket]; at moment k all have grown by to_go[k] tokens.
-        grown = held[None, :] + to_go[:, None]
-        pages = self._pages_of(grown)
+        pages = self._pages_of(held[None, :] + to_go[:, None])
         # At moment k those with as much to go or more are still there.
         present = np.tri(len(together), dtype=bool)
         present = present[:, :, None]
         more = np.maximum(prompts - pages, 0)
         more *= present
         more.sort(axis=1)
-        hottest = self._hot_prompts(together)
-        hot = more[:, -hottest:]
+        hot = more[:, -self._hot_prompts(together) :]
         pages *= present
-        fullest = pages.sum(1) + hot.sum(1)
-        return self.pool.holds(fullest)
+        return self.pool.holds(pages.sum(1) + hot.sum(1))
 
     def _hot_prompts(self, sequences: list[Sequence]) -> int:
-        """How many prompts can be under way at one time, each with tokens that are not
-        quantized or dropped yet: those that fit a step, one that ends a chunk there and
-        one that begins one (`Scheduler.schedule`)."""
+        """The number of prompts that can be under way at one time, each with tokens
+        that are not quantized or dropped yet: those that fit a step, one that ends a
+        chunk there and one that begins one (`Scheduler.schedule`)."""
         if any(sequence.reports_prompt for sequence in sequences):
             return len(sequences)  # these take turns with others
         left = [s.prompt_tokens - s.cached for s in sequences]
         chunk = self.pool.plan.prefill_chunk
         sizes = sorted(min(count, chunk) for count in left if count > 0)
-        within = np.cumsum(sizes) <= self.step_tokens
-        return int(within.sum()) + 2
+        return int((np.cumsum(sizes) <= self.step_tokens).sum()) + 2
 
     def _prompt_pages(self, sequence: Sequence) -> list[int]:
-        """What the prompt of a sequence still needs at one time, by bucket: it is hot,
-        in part or whole, until it ends. That counts for later moments too: nobody knows
-        at which of them the prompt will have its turn."""
+        """Pages that the prompt of a sequence still needs at one time, by bucket: it is
+        hot, in part or whole, until it ends. That counts for later moments too: nobody
+        knows at which of them the prompt will have its turn."""
         left = sequence.cached < sequence.prompt_tokens
         return self.pool.demand.prompt(sequence.prompt_tokens if left else 0)
 
@@ -193,8 +187,7 @@ class Admission:
         Whole pages and a part of one more are told apart: where pages seal, the part
         takes no cold page.
         """
-        page = self.pool.plan.page_tokens
-        whole, part = np.divmod(tokens, page)
+        whole, part = np.divmod(tokens, self.pool.plan.page_tokens)
         steps = 2 * whole + (part > 0)
         self._compute_to(int(steps.max()))
         return self._pages[steps]

@@ -67,8 +67,7 @@ def chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
         except KvlatheError as error:
             choices.append((error, None))
             continue
-        logprob = None if top is None else sampled.logprob(row, top)
-        choices.append((token, logprob))
+        choices.append((token, None if top is None else sampled.logprob(row, top)))
     return choices
 
 
@@ -83,7 +82,7 @@ def give_logits(chunks: Items[Chunk], logits: Rows) -> None:
 
 
 def choosing_rows(chunks: Items[Chunk], growing: Items[Chunk], logits: Rows) -> Rows:
-    """Of a step's logits, those that choose tokens: the last rows of ``growing``."""
+    """The logits of a step that choose tokens: the last rows of ``growing``."""
     if sum([1 + len(chunk.drafts) for chunk in growing]) == len(logits):
         return logits
     wanted = set(growing)

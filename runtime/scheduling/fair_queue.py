@@ -56,7 +56,7 @@ class FairQueue:
         bisect.insort(self._back, sequence, key=lambda s: s.arrival)
 
     def peek(self) -> Sequence | None:
-        """Who is next."""
+        """The sequence that is next."""
         if self._back:
             return self._back[0]
         heads = (next(iter(line)) for line in self._lines.values())
@@ -88,7 +88,5 @@ class FairQueue:
             self._ends.clear()  # everybody is idle: nobody is owed anything
 
     def _start(self, head: Sequence) -> int:
-        """Of the first in a tenant's line, in virtual time."""
-        arrived = self.entered[head]
-        last_end = self._ends.get(head.salt, 0)
-        return max(arrived, last_end)
+        """The start of the first in a tenant's line, in virtual time."""
+        return max(self.entered[head], self._ends.get(head.salt, 0))

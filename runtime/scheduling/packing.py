@@ -16,18 +16,16 @@ from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 def pack(
     chunks: Items[Chunk], chosen: Mapping[Sequence, int] | None = None
 ) -> StepPlan:
-    """The step that computes ``chunks``, at least one. ``chosen``: where the step before
-    chooses a token of a sequence, its row of logits."""
+    """The step that computes ``chunks``, at least one. ``chosen``: where the step
+    before chooses a token of a sequence, its row of logits."""
     sequences = [chunk.sequence for chunk in chunks]
     counts = np.array([chunk.count for chunk in chunks], np.int32)
     starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     cached = np.array([sequence.cached for sequence in sequences], np.int32)
     rows = np.arange(starts[-1], dtype=np.int32)
-    first = np.repeat(starts[:-1], counts)
-    places = rows - first
-    tables = [sequence.table.rows for sequence in sequences]
-    pages = zip(*tables, strict=True)
+    places = rows - np.repeat(starts[:-1], counts)
+    pages = zip(*[sequence.table.rows for sequence in sequences], strict=True)
     lengths = [sequence.table.lengths for sequence in sequences]
     step = StepPlan(
         input_ids=_input_ids(chunks, int(starts[-1])),
@@ -53,7 +51,7 @@ def _input_ids(chunks: Items[Chunk], count: int) -> Int32:
 def _after(
     chunks: Items[Chunk], starts: Int32, rows: Mapping[Sequence, int]
 ) -> Int32 | None:
-    """Of each token [T], the row that it is chosen from; None where all are known. A
+    """The row [T] that each token is chosen from; None where all are known. A
     token that is not known is the last of its sequence."""
     after = np.full(int(starts[-1]), -1, np.int32)
     for chunk, end in zip(chunks, starts[1:].tolist(), strict=True):
@@ -84,8 +82,7 @@ def _page_table(rows: Items[Int32]) -> Int32:
 def _staged(step: StepPlan, chunks: Items[Chunk], graphs: int) -> StepPlan:
     """The step with the rows of prompts that pass some of ``graphs`` stages: those that
     are still there."""
-    every_stage = np.array([0, graphs], np.int32)
-    stages = np.tile(every_stage, (len(chunks), 1))
+    stages = np.tile(np.array([0, graphs], np.int32), (len(chunks), 1))
     step = dataclasses.replace(step, stages=stages)
     passes: list[PassRows | None] = []
     for place, chunk in enumerate(chunks):

@@ -1,12 +1,12 @@
 """PromptPath: how the rows of a prompt pass the layers. Whole: every row passes all of
 them. Staged: rows are lost between the stages of a plan (plan.Stage).
 
-On a staged path all chunks of a prompt pass one group of layers; then the rows that stay
-are gathered, and their chunks pass the next group. What a scheduler must know: a prompt
-of n tokens has more than n rows to compute (``next_rows`` gives them chunk by chunk), its
-K and V are cached once the last pass ends, and until then its session holds the hidden
-states of a pass. A step may hold chunks of any stages beside decodes, which pass them
-all.
+On a staged path all chunks of a prompt pass one group of layers; then the rows that
+stay are gathered, and their chunks pass the next group. What a scheduler must know: a
+prompt of n tokens has more than n rows to compute (``next_rows`` gives them chunk by
+chunk), its K and V are cached once the last pass ends, and until then its session holds
+the hidden states of a pass. A step may hold chunks of any stages beside decodes, which
+pass them all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvlathe.runtime.sessions.protocols import HiddenRows, Int32, PassRows, Step
 
 
 class PromptPath(Protocol):
-    """What the next ``count`` rows of a sequence mean, of whose tokens ``cached`` are
+    """The meaning of a sequence's next ``count`` rows, of whose tokens ``cached`` are
     cached. A row is a token, or on a staged path what is left of one in its pass."""
 
     @property
@@ -38,7 +38,8 @@ class PromptPath(Protocol):
 
     @property
     def rows(self) -> list[int] | None:
-        """How many rows each layer has computed so far; None where that is no question."""
+        """The rows that each layer has computed so far; None where that is no
+        question."""
         ...
 
     @property
@@ -56,16 +57,17 @@ class PromptPath(Protocol):
         ...
 
     def arriving(self, count: int) -> int | list[int]:
-        """How many rows reach each bucket; one number where all buckets get them."""
+        """The rows that reach each bucket; one number where all buckets get them."""
         ...
 
     def places(self, cached: int, count: int) -> Sequence[int]:
-        """Where the rows are among the sequence's tokens. May wait for the session."""
+        """The places of the rows among the sequence's tokens. May wait for the
+        session."""
         ...
 
     def stop(self, cached: int, count: int) -> int:
-        """How many of the sequence's tokens have come after the rows, or will have when
-        their pass ends."""
+        """The number of the sequence's tokens that have come after the rows, or will
+        have when their pass ends."""
         ...
 
     def seals(self, cached: int, count: int) -> bool:
@@ -98,9 +100,9 @@ class Whole:
     """All rows of a prompt of ``tokens`` tokens pass all layers.
 
     ``chunk``: a prompt is cut at multiples of so many tokens. ``seals_every``: within a
-    prompt, pages seal and tokens move at multiples of so many (0: only at its end). While
-    decoding, they do after every token. So when pages seal depends on the sequence, never
-    on the schedule.
+    prompt, pages seal and tokens move at multiples of so many (0: only at its end).
+    While decoding, they do after every token. So when pages seal depends on the
+    sequence, never on the schedule.
     """
 
     tokens: int
@@ -129,8 +131,7 @@ class Whole:
         """The next chunk: up to the grid, or the end."""
         end = length
         if cached < self.tokens:
-            border = (cached // self.chunk + 1) * self.chunk
-            end = min(border, self.tokens)
+            end = min((cached // self.chunk + 1) * self.chunk, self.tokens)
         return min(end - cached, most)
 
     def arriving(self, count: int) -> int:
@@ -165,8 +166,9 @@ class Whole:
 class Staged:
     """A prompt of ``tokens`` tokens that passes the stages of ``plan``.
 
-    Of the rows of this pass ``computed`` are done. ``rows``: how many rows each layer has
-    computed so far. Nothing of the prompt counts as cached before its last pass ends.
+    Of the rows of this pass ``computed`` are done. ``rows``: how many rows each layer
+    has computed so far. Nothing of the prompt counts as cached before its last pass
+    ends.
     """
 
     plan: CompressionPlan
@@ -213,8 +215,9 @@ class Staged:
 
     @property
     def entered(self) -> HiddenRows | None:
-        """The hidden states with which the rows enter this pass; None at the first layer.
-        They are gathered for its first step: one that finds no memory is tried again."""
+        """The hidden states with which the rows enter this pass; None at the first
+        layer. They are gathered for its first step: one that finds no memory is tried
+        again."""
         if self._ended is not None:
             observation = self.plan.index.observation
             assert observation is not None
@@ -230,8 +233,7 @@ class Staged:
     def next_rows(self, cached: int, length: int, most: int) -> int:
         """The next chunk: up to the pass's end or the grid, which counts the rows of a
         pass."""
-        to_border = self.chunk - self.computed % self.chunk
-        return min(self.left, to_border, most)
+        return min(self.left, self.chunk - self.computed % self.chunk, most)
 
     def arriving(self, count: int) -> list[int]:
         """The buckets in the layers of this pass get them."""
@@ -264,31 +266,29 @@ class Staged:
         """Ids and positions are those of the rows that are still there."""
         assert step.stages is not None
         at, stop = step.cu_seqlens_q[place : place + 2].tolist()
-        end = self.computed + stop - at
         rows = PassRows(
             at,
             self.computed,
-            end,
+            self.computed + stop - at,
             self.count,
             not self.sees_logits,
             self.entered,
             self._left,
         )
         places = self._known()[rows.places]
-        ids = np.array(tokens, np.int32)
         step.positions[rows.rows] = places
-        step.input_ids[rows.rows] = ids[places]
+        step.input_ids[rows.rows] = np.array(tokens, np.int32)[places]
         step.stages[place] = self.stages.start, self.stages.stop
         return rows
 
     def _known(self) -> Int32:
         """The places [count] of the rows of this pass, or where only the session knows
-        them, those of the prompt's last tokens: the last rows are these in every pass."""
+        them, those of the prompt's last tokens: the last rows are these in every
+        pass."""
         entered = self.entered
         if entered is not None and entered.known is not None:
             return entered.known
-        first = self.tokens - self.count
-        return np.arange(first, self.tokens, dtype=np.int32)
+        return np.arange(self.tokens - self.count, self.tokens, dtype=np.int32)
 
     def advance(self, count: int, rows: PassRows | None) -> int:
         """The whole prompt is cached with the last row of the last pass."""

@@ -15,7 +15,7 @@ MAX_AGE = 64  # steps with more rows until one without is measured again
 
 
 class RowCosts:
-    """Of steps of decodes: ``sequences`` rows, and ``rows`` more."""
+    """Times of steps of decodes: ``sequences`` rows, and ``rows`` more."""
 
     def __init__(self) -> None:
         self._plain: dict[int, Mean] = {}
@@ -43,12 +43,11 @@ class RowCosts:
             self._add(sequences, self._last, seconds / mean.value - 1)
 
     def began_again(self, sequences: int, seconds: float) -> None:
-        """A step without more rows, which the host could not prepare while the one before
-        it ran. What that took longer is a price of the rows before it."""
+        """A step without more rows, which the host could not prepare while the one
+        before it ran. What that took longer is a price of the rows before it."""
         mean = self._plain.get(sequences)
         if self._last is not None and mean is not None and mean.count:
-            times = seconds / mean.value
-            longer = min(times, MAX_SLOWDOWN) - 1
+            longer = min(seconds / mean.value, MAX_SLOWDOWN) - 1
             longer = max(longer, 0.0)
             sums = self._fade(sequences, 1.0)
             sums[2] += longer
@@ -56,8 +55,8 @@ class RowCosts:
         self._last = None
 
     def times(self, rows: int, sequences: int) -> float:
-        """How many times as long a step takes with ``rows`` more rows. Infinite where
-        it had better be measured first how long one takes without."""
+        """The factor by which a step takes longer with ``rows`` more rows. Infinite
+        where it had better be measured first how long one takes without."""
         mean = self._plain.get(sequences)
         if rows and (
             mean is None or mean.count < MIN_PLAIN_STEPS or self._since > MAX_AGE
@@ -73,14 +72,13 @@ class RowCosts:
         return 1 + max(0.0, first + slope * x)
 
     def _each(self, sequences: int) -> float:
-        """What a row counts: in a large step less."""
+        """The weight of a row: in a large step less."""
         return 8 / (7 + sequences)
 
     def _fade(self, sequences: int, share: float) -> list[float]:
         """The sums for steps of about so many sequences, of which a share is left."""
         size = sequences.bit_length()
-        sums = self._sums.get(size, [0.0] * 5)
-        self._sums[size] = [value * share for value in sums]
+        self._sums[size] = [value * share for value in self._sums.get(size, [0.0] * 5)]
         return self._sums[size]
 
     def _add(self, sequences: int, x: float, y: float) -> None:
@@ -89,7 +87,8 @@ class RowCosts:
             sums[place] += value
 
     def _line(self, sequences: int) -> tuple[float, float]:
-        """(first, slope) of the least-squares line through the observations and PRIOR."""
+        """(first, slope) of the least-squares line through the observations and
+        PRIOR."""
         count, x, y, xx, xy = self._fade(sequences, 1.0)
         for extra, slowdown in PRIOR:
             count += 1
@@ -100,5 +99,4 @@ class RowCosts:
         spread = count * xx - x * x
         slope = (count * xy - x * y) / spread
         slope = max(0.0, slope)
-        first = (y - slope * x) / count
-        return first, slope
+        return (y - slope * x) / count, slope

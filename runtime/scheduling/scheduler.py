@@ -7,8 +7,8 @@ the plan allows and that is cheaper, to be computed again; it is the first to co
 The oldest is never sent away, so everyone ends.
 
 A step takes one token of every decoding sequence, then prompt chunks, oldest first: up
-to max_num_tokens without decodes, up to ``prompt_tokens`` beside decodes, so that long prompts do
-not hold answers up.
+to max_num_tokens without decodes, up to ``prompt_tokens`` beside decodes, so that long
+prompts do not hold answers up.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ PROMPT_TOKENS = 512
 """Prompt tokens beside decodes in one step, unless asked otherwise."""
 
 REPORTED = 512
-"""Prompt tokens whose logits are reported, in one step: their rows cross to the host."""
+"""Prompt tokens whose logits are reported, in one step: their rows cross to the
+host."""
 
 ONLY_ROW = (0,)  # logit rows of a one-token chunk
 
 
 class Scheduled(NamedTuple):
-    """What the next step computes: the newest token of each answer, and parts of
+    """The work of the next step: the newest token of each answer, and parts of
     prompts. Their pages are reserved; the shortest come first."""
 
     decodes: list[DecodeChunk]
@@ -220,8 +221,9 @@ class Scheduler:
         del decoding[most:]
         guesses: dict[Sequence, list[int]] = {}
         if self.speculation.drafter is not None:
-            left = most - len(decoding)
-            guesses = self.speculation.guesses(decoding, self.pool, left)
+            guesses = self.speculation.guesses(
+                decoding, self.pool, most - len(decoding)
+            )
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
@@ -359,8 +361,8 @@ class Scheduler:
             self._blocked = False
 
     def make_room(self, take: Callable[[], T]) -> T:
-        """What ``take`` gives, which takes pages for others than those that run. They
-        make room for it, and come back by themselves. Raises OutOfPages."""
+        """Return what ``take`` gives, which takes pages for others than those that run.
+        They make room for it, and come back by themselves. Raises OutOfPages."""
         while True:
             try:
                 return take()
@@ -397,8 +399,7 @@ class Scheduler:
 
     def _bytes(self, pages: Items[Items[object]]) -> int:
         """Bytes of ``pages``, given for each bucket."""
-        counts = [len(ids) for ids in pages]
-        by_bucket = zip(counts, self.pool.strides, strict=True)
+        by_bucket = zip([len(ids) for ids in pages], self.pool.strides, strict=True)
         return sum(count * stride for count, stride in by_bucket)
 
     @contextlib.contextmanager
@@ -419,8 +420,7 @@ class Scheduler:
         came with them."""
         for sequence in self.waiting:
             if any(sequence.table.pages):
-                size = self._bytes(sequence.table.pages)
-                with self._moving(size):
+                with self._moving(self._bytes(sequence.table.pages)):
                     moved = self.pool.swap_out(sequence.table, self.mover)
                 self._swapped[sequence] = moved
                 return True

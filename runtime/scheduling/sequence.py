@@ -27,7 +27,7 @@ Rows = npt.NDArray[np.float32]
 Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
 """A sequence's next token, or why it has none, and its log-probability if reported."""
 NO_TOKEN: Choice = (None, None)
-"""Of a sequence that does not grow in a step."""
+"""The choice of a sequence that does not grow in a step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,23 +53,23 @@ class Sequence:
 
     ``guide``: where the answer is in its structure, where it is to have one.
 
-    ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step may
-    run on them before the host knows what they are.
+    ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step
+    may run on them before the host knows what they are.
 
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
-    turns with the others. ``observed_rows``: which rows are observed, where the plan has
-    an observation window. ``prompt_rows``: the rows that each layer computed, once a
-    prompt has passed the stages of its plan. ``shared_prompt``: where several answers to
-    one prompt were asked for.
+    turns with the others. ``observed_rows``: which rows are observed, where the plan
+    has an observation window. ``prompt_rows``: the rows that each layer computed, once
+    a prompt has passed the stages of its plan. ``shared_prompt``: where several answers
+    to one prompt were asked for.
 
-    ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these, those that
-    are in its answer.
+    ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these,
+    those that are in its answer.
 
     ``arrival``: number in the queue. ``deadline``: of time.perf_counter(); the sequence
-    ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout, moved
-    or error; ``error`` says which. ``logprobs``: one for each token of the answer, where
-    wanted; ``prompt_logprobs``: of the prompt's tokens but the first. The times are in
-    seconds of time.perf_counter(), 0 before they come.
+    ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout,
+    moved or error; ``error`` says which. ``logprobs``: one for each token of the
+    answer, where wanted; ``prompt_logprobs``: of the prompt's tokens but the first. The
+    times are in seconds of time.perf_counter(), 0 before they come.
     """
 
     tokens: list[int]
@@ -171,7 +171,7 @@ class Sequence:
 
     # -- what the next rows mean, which its path says ----------------------------------
     def next_tokens(self, budget: int) -> int:
-        """How many rows its next chunk takes where a step has room for ``budget``
+        """The rows that its next chunk takes where a step has room for ``budget``
         more."""
         return self.path.next_rows(self.cached, self.length, budget)
 
@@ -242,7 +242,8 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """What the choice of its next token depends on, beside the logits."""
+        """Everything that the choice of its next token depends on, beside the
+        logits."""
         return Request(self.sampler, self.tokens, self.prompt_tokens, self.guide)
 
     def ids(self, count: int) -> list[int]:
@@ -282,11 +283,10 @@ class Chunk:
 
     ``completes``: whether the sequence's next token can be chosen after it.
     ``needs_logits``: whether the host must see logits: to report the prompt's, or for
-    others that continue the same prompt. ``drafts``: its last rows are of tokens that are
-    guessed. Once the step has run, ``logits``
-    [wanted, vocab] are what the wanted rows gave, where the host has them; ``choices``
-    the tokens that follow, where the sequence grows, and ``count`` is without guesses
-    that were wrong.
+    others that continue the same prompt. ``drafts``: its last rows are of tokens that
+    are guessed. Once the step has run, ``logits`` [wanted, vocab] are what the wanted
+    rows gave, where the host has them; ``choices`` the tokens that follow, where the
+    sequence grows, and ``count`` is without guesses that were wrong.
     """
 
     sequence: Sequence
@@ -307,7 +307,7 @@ class Chunk:
 
     @property
     def requests(self) -> list[Request]:
-        """What the choice of each token that follows it depends on."""
+        """Everything that the choice of each token that follows it depends on."""
         return [self.sequence.request]
 
     def advance(self, rows: PassRows | None) -> None:
@@ -337,7 +337,8 @@ class DecodeChunk(Chunk):
 
     @property
     def requests(self) -> list[Request]:
-        """Of the next token and, where it has drafts, of those after them."""
+        """The requests of the next token and, where it has drafts, of those after
+        them."""
         sequence = self.sequence
         first = sequence.request
         requests = [first]

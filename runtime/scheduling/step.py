@@ -6,8 +6,8 @@
     retry     what is run in its place where it failed: parts of it
 
 A launch is a transaction: if anything in it fails, nothing has changed and the pages
-have gone back. Where the session samples, a launched step may fly: its tokens are chosen
-where its logits are, and the next step is launched before they land.
+have gone back. Where the session samples, a launched step may fly: its tokens are
+chosen where its logits are, and the next step is launched before they land.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_ROOM = "an earlier step of as many tokens found no memory"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a launch. Unless it is done, ``error`` says why not."""
+    """The outcome of a launch. Unless it is done, ``error`` says why not."""
 
     kind: Kind
     error: Exception | None = None
@@ -56,7 +56,7 @@ DONE = Outcome("done")
 
 
 class StepRoom:
-    """How many tokens a step may take, as far as its memory is known. A step that runs
+    """The tokens that a step may take, as far as its memory is known. A step that runs
     out of memory halves the steps that follow; they grow again.
 
     ``most``: tokens that a step may have; None where none has found too little.
@@ -86,7 +86,7 @@ class StepRoom:
 
 
 class StepPart(Protocol):
-    """What an engine does beside every step where its plan, or its user, asks for it."""
+    """An addition to every step where its plan, or its user, asks for it."""
 
     def before(self, step: Step, plan: StepPlan) -> StepPlan:
         """``plan``, with what the session is to do for this part."""
@@ -102,9 +102,9 @@ class StepPart(Protocol):
 
 @dataclass(eq=False, slots=True)
 class StepContext:
-    """What steps of an engine share. ``parts``: in the order in which they see a step.
-    ``asked``: what the rows of the last step asked for. ``purpose``: what memory is
-    missing for, where that is not said by a step's size."""
+    """The objects that steps of an engine share. ``parts``: in the order in which they
+    see a step. ``asked``: what the rows of the last step asked for. ``purpose``: what
+    memory is missing for, where that is not said by a step's size."""
 
     session: Session
     pool: PagePool
@@ -181,8 +181,8 @@ class Step:
             self.context.pool.rollback(chunk.reservation)
 
     def reserve(self, again: Callable[[Chunk], Chunk]) -> None:
-        """Where the pages have gone back: ``again`` reserves each chunk anew, of the
-        sequences that go on. Its tokens are waited for."""
+        """Reserve again once the pages have gone back: ``again`` reserves each chunk,
+        of the sequences that go on. Its tokens are waited for."""
         if self.state == "reserved":
             return
         chunks: list[Chunk] = []
@@ -222,7 +222,8 @@ class Step:
         return DONE
 
     def _plan(self, changes: Items[PageChange]) -> StepPlan:
-        """What the session runs, once the shared pages that it writes to are copied."""
+        """The step that the session runs, once the shared pages that it writes to are
+        copied."""
         copies = [copy for change in changes for copy in change.copies]
         if copies:
             self.context.session.apply([PageMoves(copies=copies)])
@@ -232,13 +233,13 @@ class Step:
         return plan
 
     def _compute(self, plan: StepPlan) -> None:
-        """Run it, and choose the tokens that follow; where it flies, have them chosen."""
+        """Run it, and choose the tokens that follow; where it flies, have them
+        chosen."""
         context, session = self.context, self.context.session
         if self.flies:
             self._choose = session.start(plan)
             self._ran = True
-            counts = context.counts
-            if not any(chunk.sequence.late(counts) for chunk in self.growing):
+            if not any(chunk.sequence.late(context.counts) for chunk in self.growing):
                 self._queue(known=False)
             return
         requests = [request for chunk in self.growing for request in chunk.requests]
@@ -293,7 +294,8 @@ class Step:
         return Outcome("out_of_memory", missing_memory(error, fact, LESS_MEMORY))
 
     def _forget(self) -> None:
-        """Drop what it has computed: less of it is tried, in the memory that this takes."""
+        """Drop what it has computed: less of it is tried, in the memory that this
+        takes."""
         self._choose = self._sampling = None
         self.logits = NO_LOGITS
         for chunk in self.chunks:

@@ -29,16 +29,17 @@ class HiddenRows(Protocol):
 
     @property
     def known(self) -> Int32 | None:
-        """Where they are in the prompt; None where finding that out would wait."""
+        """The places in the prompt; None where finding that out would wait."""
         ...
 
     def places(self) -> Int32:
-        """Where they are in the prompt. May wait."""
+        """The places in the prompt. May wait."""
         ...
 
     def stay(self, count: int, last: int) -> HiddenRows:
-        """Those that enter the next pass, ascending: the ``last`` ones, and of the others
-        those to which observed rows gave most (of two equal ones the earlier)."""
+        """Those that enter the next pass, ascending: the ``last`` ones, and of the
+        others those to which observed rows gave most (of two equal ones the
+        earlier)."""
         ...
 
 
@@ -46,10 +47,10 @@ class HiddenRows(Protocol):
 class PassRows:
     """A step's part of a prompt that passes stages.
 
-    Its rows are ``start`` to ``end`` - 1 of the ``count`` rows of a pass; in the step they
-    begin at row ``at``. ``entered``: all of the pass as they enter; None where they are
-    tokens. ``left``: those that have left; the step adds its own. ``leaves``: whether
-    rows stay behind after the pass, so that the others must be kept.
+    Its rows are ``start`` to ``end`` - 1 of the ``count`` rows of a pass; in the step
+    they begin at row ``at``. ``entered``: all of the pass as they enter; None where
+    they are tokens. ``left``: those that have left; the step adds its own. ``leaves``:
+    whether rows stay behind after the pass, so that the others must be kept.
     """
 
     at: int
@@ -130,8 +131,8 @@ class Scores:
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory that a network card or another process may be given: ``size`` bytes from
-    ``address`` on. ``device``: whose addresses these are, ``cpu`` or ``cuda:0``, with the
-    GPU's number in its own process."""
+    ``address`` on. ``device``: whose addresses these are, ``cpu`` or ``cuda:0``, with
+    the GPU's number in its own process."""
 
     address: int
     size: int
@@ -147,13 +148,13 @@ class Sampling(Protocol):
 
 
 Choose = Callable[[SamplingRows], Sampling]
-"""Chooses tokens from the logits of a step that may still run; the rows say what each of
-them asks for."""
+"""Chooses tokens from the logits of a step that may still run; the rows say what each
+of them asks for."""
 
 Capability = Literal[
     "samples", "counts_tokens", "moves_tokens", "pool_memory", "page_sums"
 ]
-"""What a session may be able to do beside what every session does.
+"""An ability that a session may have beside what every session does.
 
 - ``samples``: chooses tokens where the logits are (``start``), so that only tokens cross
   to the host.
@@ -184,9 +185,9 @@ class PageMover(Protocol):
 
 
 class Session(PageMover):
-    """A loaded engine with the memory of its pages. It runs steps, and carries out moves
-    of pages between them. What else it can do is in its ``capabilities``; a caller asks
-    there before it calls one of the last methods here."""
+    """A loaded engine with the memory of its pages. It runs steps, and carries out
+    moves of pages between them. What else it can do is in its ``capabilities``; a
+    caller asks there before it calls one of the last methods here."""
 
     capabilities: frozenset[Capability] = frozenset()
 
@@ -212,8 +213,8 @@ class Session(PageMover):
         ...
 
     def roll_back(self) -> None:
-        """The last step, which has run, did not happen: scores are what they were before
-        it."""
+        """The last step, which has run, did not happen: scores are what they were
+        before it."""
 
     # -- whatever it runs on -----------------------------------------------------------
     def lost(self) -> str:
@@ -226,7 +227,7 @@ class Session(PageMover):
         KvlatheError where memory is missing."""
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """Where it is made of several processes: ``tell`` is called, in some thread,
+        """Call ``tell``, where a session is made of several processes, in some thread
         once one of them has died."""
 
     def check(self) -> None:
@@ -252,8 +253,8 @@ class Session(PageMover):
         raise NotImplementedError("pool_memory")
 
     def mark(self) -> Callable[[], None]:
-        """``pool_memory``: a function that waits, in any thread, until what was asked so
-        far is done. Before that a step that still runs may write to pages that were
+        """``pool_memory``: a function that waits, in any thread, until what was asked
+        so far is done. Before that a step that still runs may write to pages that were
         given back."""
         raise NotImplementedError("pool_memory")
 
@@ -265,7 +266,8 @@ class Session(PageMover):
 
 
 def check_session(session: Session, plan: CompressionPlan) -> None:
-    """Raises KvlatheError where ``plan`` ranks tokens and the session keeps no scores."""
+    """Raises KvlatheError where ``plan`` ranks tokens and the session keeps no
+    scores."""
     if plan.index.ranked and "moves_tokens" not in session.capabilities:
         raise KvlatheError(
             "this engine cannot run here",

@@ -1,4 +1,4 @@
-"""Which session runs an engine in this process, how much cache it may have, and what
+"""The session that runs an engine in this process, how much cache it may have, and what
 runs its attention, in words.
 
 What runs a backend is data: RUNNERS. Engines of the onnxruntime backend run on the CPU,
@@ -37,8 +37,8 @@ log = logging.getLogger("kvlathe")
 
 
 class SessionFactory(Protocol):
-    """Loads an engine folder with a cache of so many bytes. ``threads``: on a CPU; None:
-    one a core. Raises KvlatheError where that cannot be."""
+    """Loads an engine folder with a cache of so many bytes. ``threads``: on a CPU;
+    None: one a core. Raises KvlatheError where that cannot be."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class SessionFactory(Protocol):
 
 @dataclass(frozen=True)
 class Runner:
-    """How a backend's engines run on ``device``.
+    """The way in which a backend's engines run on ``device``.
 
     ``session``: what loads the engine; raises KvlatheError where nothing does.
     ``attention``: what runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens
@@ -221,7 +221,8 @@ def _kernels(obstacle: str, words: str) -> str:
 
 PROMPT_TOKENS = {"cpu": 512, "cuda": 8192}
 """A step takes about as long as its prompt tokens: half a second for 512 on two cores,
-a quarter of a second for 8,192 of an 8B model on an H200. Running answers wait for it."""
+a quarter of a second for 8,192 of an 8B model on an H200. Running answers wait for
+it."""
 
 ON_CPU = Runner("cpu", _host_session, _host_attention, PROMPT_TOKENS["cpu"])
 ON_GPU = Runner(
@@ -248,7 +249,7 @@ RUNNERS: Mapping[str, Runner] = {
 def runner(
     manifest: Manifest, name: object = "this engine", device: str | None = None
 ) -> Runner:
-    """What runs engine ``name`` on ``device``.
+    """The runner of engine ``name`` on ``device``.
 
     ``device`` None: what KVLATHE_DEVICE says, or else auto: what suits the engine.
     Raises KvlatheError where nothing here runs it.
@@ -273,7 +274,7 @@ def runner(
 
 
 def _cpu_or_gpu(manifest: Manifest, name: object, wanted: str) -> Runner:
-    """What runs an engine that has a choice."""
+    """The runner of an engine that has a choice."""
     obstacle = _ort_obstacle(manifest)
     if wanted == "cuda" and obstacle:
         raise KvlatheError(
@@ -287,8 +288,8 @@ def _cpu_or_gpu(manifest: Manifest, name: object, wanted: str) -> Runner:
 def loaded(
     work: Callable[[], Session], name: object, weights: int, cache: int
 ) -> Session:
-    """What ``work`` loads of engine ``name``. Raises OutOfMemory that says how many
-    bytes it would need."""
+    """The session that ``work`` loads of engine ``name``. Raises OutOfMemory that says
+    how many bytes it would need."""
     fact = (
         f"{name} finds no memory for its {weights:,} bytes of weights and "
         f"{cache:,} bytes of cache"
@@ -297,8 +298,8 @@ def loaded(
 
 
 def attention(manifest: Manifest, device: str | None = None) -> str:
-    """What runs kvlathe::Attend of this engine in this process, and if it is not the
-    native library, why."""
+    """The code that runs kvlathe::Attend of this engine in this process, and if it is
+    not the native library, why."""
     return runner(manifest, device=device).attention(manifest)
 
 

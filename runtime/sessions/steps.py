@@ -1,4 +1,4 @@
-"""Which steps an engine takes."""
+"""The steps that an engine takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kvlathe.runtime.sessions.protocols import StepPlan
 
 
 def check_step(step: StepPlan, limits: Limits) -> None:
-    """Raises KvlatheError for a step beyond the limits that an engine was built with."""
+    """Raises KvlatheError for a step beyond the limits that an engine was built
+    with."""
     for count, limit, what in (
         (len(step.input_ids), limits.max_num_tokens, "max_num_tokens"),
         (len(step.cu_seqlens_q) - 1, limits.max_batch_size, "max_batch_size"),

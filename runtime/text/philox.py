@@ -50,8 +50,7 @@ def _product(x: UInt64, factor: int) -> tuple[UInt64, UInt64]:
     shift = np.uint64(32)
     factor_high, factor_low = np.uint64(factor >> 32), np.uint64(factor & 0xFFFFFFFF)
     x_high, x_low = x >> shift, x & LOW
-    low = x_low * factor_low
-    middle = x_high * factor_low + (low >> shift)
+    middle = x_high * factor_low + (x_low * factor_low >> shift)
     other = x_low * factor_high + (middle & LOW)
     high = x_high * factor_high + (middle >> shift) + (other >> shift)
     return high, x * np.uint64(factor)

@@ -56,7 +56,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The form that an answer must have. A request names it as
+    """The pattern that an answer must follow. A request names it as
     ``SamplingParams(structure=...)``.
 
     >>> Structure.choice(["yes", "no"])

@@ -1,4 +1,4 @@
-"""How adapters are asked for on a command line."""
+"""Adapters as they are asked for on a command line."""
 
 from __future__ import annotations
 

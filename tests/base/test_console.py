@@ -1,4 +1,4 @@
-"""What others wrote reaches a terminal as text that it does not obey."""
+"""Text that others wrote reaches a terminal as text that it does not obey."""
 
 from __future__ import annotations
 

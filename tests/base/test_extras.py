@@ -1,4 +1,4 @@
-"""What a missing package's refusal tells one to run is what pip takes here."""
+"""The command that a missing package's refusal names is one that pip takes here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a process may use of its machine, against folders as the kernel shows them to
-containers."""
+"""Cores and memory that a process may use of its machine, against folders as the kernel
+shows them to containers."""
 
 from __future__ import annotations
 

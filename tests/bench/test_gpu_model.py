@@ -10,9 +10,9 @@ from tests.support.gpus import GPUS, H200, Gpu
 
 ROWS = gpu_model.MEASURED
 NEAR = 0.16
-"""Of the measured time, in small calls too; in the large ones 0.05, and 0.09 where warps
-attended alone when the table was made, which the model does not know: 64 x 16 K in 4 and
-2 bit."""
+"""The share of the measured time by which a prediction may differ, in small calls too;
+in the large ones 0.05, and 0.09 where warps attended alone when the table was made,
+which the model does not know: 64 x 16 K in 4 and 2 bit."""
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

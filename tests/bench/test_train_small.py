@@ -1,5 +1,6 @@
-"""What a small model learns from: questions have one right answer, told before, in tokens
-that the tokenizer itself would make; and what is written is a checkpoint."""
+"""The text that a small model learns from: questions have one right answer, told
+before, in tokens that the tokenizer itself would make; and what is written is a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_answers_of_exercises_were_told_before(
 
 @given(st.integers(64, 600), st.integers(0, 1 << 20))
 def test_tokens_are_those_of_the_text(length: int, seed: int) -> None:
-    """Where no text stands between records, whose first and last tokens are cut."""
+    """No text stands between records here, whose first and last tokens are cut."""
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recall, "FILLERS", (0,))

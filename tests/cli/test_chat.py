@@ -53,7 +53,7 @@ class Terminal:
         self.seen = ""
 
     def expect(self, pattern: str, seconds: float = 120) -> str:
-        """What came up to a match of ``pattern``, once it has come."""
+        """The text that came up to a match of ``pattern``, once it has come."""
         until = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < until, f"no {pattern!r} in {self.seen[-2000:]!r}"

@@ -316,7 +316,8 @@ def test_numbers_are_shown_short(value: object, shown: str) -> None:
 def test_slow_work_is_told_of_while_it_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where there is no terminal: after SLOW_SECONDS, every LINE_SECONDS, at the end."""
+    """Tells where there is no terminal: after SLOW_SECONDS, every LINE_SECONDS, at the
+    end."""
     now = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
     with caplog.at_level("INFO", "kvlathe"):

@@ -1,5 +1,5 @@
-"""What a build learned of its model is said again by ``kvlathe inspect`` and by the
-report."""
+"""Facts that a build learned of its model are said again by ``kvlathe inspect`` and by
+the report."""
 
 from __future__ import annotations
 

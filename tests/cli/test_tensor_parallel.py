@@ -1,4 +1,4 @@
-"""What a user is told of engines on several GPUs, where there is none."""
+"""Words to a user of engines on several GPUs, where there is none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_refusals_say_what_would_do(engine: Path, tmp_path: Path) -> None:
 
 
 def test_shards_read_every_weight_once(engine: Path) -> None:
-    """Of what is cut; norms are everywhere, and shard 0 has what is added once."""
+    """Every weight that is cut; norms are everywhere, and shard 0 has what is added
+    once."""
     dealt = deal(open_engine(engine).plan, 2)
     name = manifests.DECODER_FILE
     shapes = decoder_shapes(engine, name)

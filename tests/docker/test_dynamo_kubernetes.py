@@ -2,8 +2,9 @@
 together.
 
 Schemas of custom resources are not ours to ship. KVLATHE_CRDS names a folder with them:
-custom resource definitions (.yaml) of Dynamo's operator (deploy/operator/config/crd/bases
-of ai-dynamo/dynamo), and KEDA's ScaledObject as a JSON schema or a definition.
+custom resource definitions (.yaml) of Dynamo's operator
+(deploy/operator/config/crd/bases of ai-dynamo/dynamo), and KEDA's ScaledObject as a
+JSON schema or a definition.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvlathe.cli import main as cli
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM = ("DynamoGraphDeployment", "ScaledObject")
 PORTS = {"http", "system"}
-"""What Dynamo's operator calls the ports that it opens."""
+"""Names that Dynamo's operator gives the ports that it opens."""
 
 Json = dict[str, Any]
 
@@ -93,7 +94,7 @@ def unknown(value: Any, schema: Json, where: str = "") -> list[str]:  # noqa: AN
 
 
 def failures(thing: Json, schema: Json) -> list[str]:
-    """What the API server would refuse or drop."""
+    """The fields that the API server would refuse or drop."""
     checked = jsonschema.Draft202012Validator(schema)
     refused = [error.message for error in checked.iter_errors(thing)]
     return refused + unknown(thing, schema)

@@ -1,4 +1,5 @@
-"""What a page names is there: every link, every anchor, every file of the source."""
+"""All that a page names is there: every link, every anchor, every file of the
+source."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """The links of a page that lead nowhere. Links out of the repository are left out."""
+    """The links of a page that lead nowhere. Links out of the repository are left
+    out."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     targets = [one or other for one, other in TARGET.findall(text)]
     return [

@@ -1,4 +1,5 @@
-"""docs/methods.md lists the methods that there are, with the options that they declare."""
+"""docs/methods.md lists the methods that there are, with the options that they
+declare."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NAMED = re.compile(r"`([^`]*)`")
 
 
 def rows() -> dict[str, str]:
-    """What the table says of the options of each method."""
+    """The options of each method, as the table says them."""
     table = PAGE.read_text("utf-8").partition("\n## ")[0]
     found: dict[str, str] = {}
     for names, _, options in ROW.findall(table):

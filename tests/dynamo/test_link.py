@@ -33,7 +33,7 @@ SAYS = {
     "ERR": "NIXL says ERR",
     "DONE": "page 0 of bucket 1 does not have its digest",
 }
-"""What transfers answer, and what the log says then. DONE: no byte came with it."""
+"""Answers of transfers, and what the log says then. DONE: no byte came with it."""
 
 
 PARCEL = Parcel(
@@ -182,7 +182,8 @@ def test_a_bad_transfer_costs_the_transfer_alone(
 def test_a_nixl_for_another_cuda_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The package ``nixl`` raises ImportError where the one that it wants is missing."""
+    """The package ``nixl`` raises ImportError where the one that it wants is
+    missing."""
     found = SimpleNamespace()
     *_, there = linking.MODULES
 

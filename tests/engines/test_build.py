@@ -118,7 +118,7 @@ def logits(engine: Path) -> np.ndarray:
 
 
 def stored_bytes(engine: Path) -> int:
-    """Of the weights in its data file, without what aligns them."""
+    """Bytes of the weights in its data file, without what aligns them."""
     graph = onnx.load(engine / "model.onnx", load_external_data=False).graph
     facts = [fact for tensor in graph.initializer for fact in tensor.external_data]
     return sum(int(fact.value) for fact in facts if fact.key == "length")
@@ -180,7 +180,7 @@ def test_the_log_names_every_long_step_before_it_begins(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a build, and of what loads its engine: nobody waits without a word."""
+    """Steps of a build, and of what loads its engine: nobody waits without a word."""
     steps = {
         "reading": "kvlathe.engines.cache.find",
         "planning": "kvlathe.engines.build.plan_for",

@@ -1,4 +1,4 @@
-"""What a build request gets where it says nothing."""
+"""Defaults of a build request that says nothing."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_every_form_is_taken(tier: Tier) -> None:
 
 
 def test_every_window_of_a_bucket_counts() -> None:
-    """What a build refuses."""
+    """Each is counted by a build's refusal."""
     most = LIMITS["kMaxBuckets"]
 
     def plan_with(windows: int) -> CompressionPlan:
@@ -137,7 +137,7 @@ def test_every_window_of_a_bucket_counts() -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_prefixes_compacted_head_by_head_take_a_bucket_a_head(apart: bool) -> None:
-    """What is refused says how all heads share one."""
+    """The refusal says how all heads share one."""
     most = LIMITS["kMaxBuckets"]
     groups = most + 1 if apart else 1
     plan = plan_of(lanes=most + 1, groups=groups, life=Compact(0.3))

@@ -1,4 +1,4 @@
-"""What planning says of a model before anything is folded."""
+"""Warnings of planning about a model, before anything is folded."""
 
 from __future__ import annotations
 

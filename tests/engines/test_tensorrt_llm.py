@@ -1,7 +1,7 @@
 """Why there is no backend tensorrt_llm, held against TensorRT-LLM's own source.
 
-Its source is not ours to ship: KVLATHE_TENSORRT_LLM names a folder with it (0.11 to 1.2,
-the releases with trtllm-build).
+Its source is not ours to ship: KVLATHE_TENSORRT_LLM names a folder with it (0.11 to
+1.2, the releases with trtllm-build).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlathe.engines.config import BuildConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {"cu_seqlens_q", "query_offsets", "lengths", "page_table_", "pool_"}
-"""How inputs of our attention begin, those that its runtime must feed (docs/attend.md)."""
+"""First words of our attention's inputs that its runtime must feed (docs/attend.md)."""
 
 
 @pytest.fixture

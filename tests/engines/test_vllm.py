@@ -1,5 +1,5 @@
-"""What vLLM hosts: a folder of a plan and bases, and refusals of what its blocks cannot
-hold."""
+"""Engines that vLLM hosts: a folder of a plan and bases, and refusals of what its
+blocks cannot hold."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tokens_of_a_host_take_the_bytes_of_the_plan(folder: Path) -> None:
 def test_a_basis_of_full_rank_changes_nothing(
     reference: Reference, tmp_path: Path, name: str
 ) -> None:
-    """Of heads in the checkpoint's own order: q' k' is q k, and o is v."""
+    """Heads are in the checkpoint's own order: q' k' is q k, and o is v."""
     checkpoint = Checkpoint(reference(name)[0])
     spec = checkpoint.spec
     plan = full_plan(spec.shape, spec.rope is not None, projected=True)

@@ -18,7 +18,7 @@ from tests.support.runtime_cases import MODEL, llm
 
 
 def model(**changes: Any) -> Any:  # noqa: ANN401
-    """What is asked of an engine of the shipped model, with other facts."""
+    """A stand-in for an engine of the shipped model, with other facts."""
     facts = {"vocab_size": 4096, "model": "lathe-5m", "model_digest": "a"} | changes
     return SimpleNamespace(
         plan=SimpleNamespace(model=SimpleNamespace(vocab_size=facts["vocab_size"])),

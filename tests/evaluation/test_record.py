@@ -1,4 +1,4 @@
-"""What was measured stays with the engine, is shown on its page, and breaks no digest."""
+"""A measurement stays with the engine, is shown on its page, and breaks no digest."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def output(name: str, *arguments: object) -> str:
-    """What an example prints."""
+    """The output of an example."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *map(str, arguments)],
         cwd=ROOT,
@@ -54,8 +54,8 @@ def built_here(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[[str], str]]:
-    """What an example prints that builds an engine. It runs in this process, which has the
-    libraries of a build already."""
+    """The output of an example that builds an engine. It runs in this process, which
+    has the libraries of a build already."""
 
     def ran(name: str) -> str:
         arguments = [EXAMPLES / name, MODEL, tmp_path / "engine"]

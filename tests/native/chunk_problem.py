@@ -45,7 +45,7 @@ class Chunks(ABC):
 
     @abstractmethod
     def tables_of_sequences(self) -> list[torch.Tensor]:
-        """Of each bucket, the page table [B, pages]."""
+        """The page table [B, pages] of each bucket."""
 
     @abstractmethod
     def seen(

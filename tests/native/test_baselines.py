@@ -1,4 +1,4 @@
-"""What decode_baselines.py compares with: work lists, and its Triton kernels against
+"""The rivals of decode_baselines.py: work lists, and its Triton kernels against
 float64 on ours' pages.
 
 The kernels need triton and a GPU, or TRITON_INTERPRET=1, which runs them slowly on the
@@ -44,7 +44,7 @@ def problems() -> list[tuple[list[int], list[tuple[int, int]], int]]:
 
 
 def costs(work: WorkList, ranks: list[tuple[int, int]]) -> list[int]:
-    """Of each worker, in channels of pages."""
+    """The cost of each worker, in channels of pages."""
     bounds = zip(work.starts, work.starts[1:], strict=False)
     return [
         sum(int(s[3]) * sum(ranks[s[1]]) for s in work.spans[start:end])

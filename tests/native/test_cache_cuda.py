@@ -90,7 +90,7 @@ def test_seal_writes_the_codes_of_the_codec(
 def test_a_seal_in_a_cuda_graph_reads_its_list_again(
     cuda: CudaLibrary, tier: Tier
 ) -> None:
-    """Which was empty when it was captured."""
+    """The list was empty when it was captured."""
     layout = sealing(tier, 64)
     memory, jobs, sealed = pool_and_sealed(layout, 64)
     before = torch.from_numpy(memory).cuda()

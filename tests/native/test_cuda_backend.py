@@ -45,9 +45,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "fixed levels": {"compression": "turboquant:bits=3"},
 }
 CLOSE = {"chosen": 4e-2, "kivi": 4e-2, "3 bit": 4e-2, "fixed levels": 4e-2}
-"""Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit
-may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8 bit
-6.3e-3, projected 2.7e-3."""
+"""Shares of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to
+16 bit may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8
+bit 6.3e-3, projected 2.7e-3."""
 GREEDY = rows_of([Request(Sampler(SamplingParams()), [], 0)])
 LIMITS: dict[str, Any] = {
     "device": "cpu",  # of the build: both engines have the same plan

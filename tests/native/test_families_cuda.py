@@ -34,11 +34,11 @@ HALVES = 3
 """Times the error of transformers in float16 on the same GPU that ours may have: pages
 and products are rounded in another order."""
 ROUTED_ALIKE = 0.85
-"""Of the tokens of a model with experts: the others' router has a near tie, which halves
-decide otherwise than float32, in transformers too."""
+"""The least share of a model's tokens that experts get alike: the others' router has a
+near tie, which halves decide otherwise than float32, in transformers too."""
 MOST_RANK = kernel_limits()["kMaxRank"]
 LEAST = 2e-3
-"""Of the largest logit: below this an error in halves says nothing."""
+"""A share of the largest logit: below this an error in halves says nothing."""
 
 Logits = npt.NDArray[np.float32]
 

@@ -101,7 +101,7 @@ def test_hidden_tokens_have_no_share(
 def test_tokens_hidden_in_codes_and_tail_are_not_attended(
     library: Library, device: str, bits: Literal[8, 4, 2], flags: int
 ) -> None:
-    """What is hidden begins in sealed pages and ends in the tail; blocks share a
+    """The hidden part begins in sealed pages and ends in the tail; blocks share a
     sequence."""
     sealed, tails = [[640], [128], [0], [20_032]], [33, 70, 65, 1]
     tier = Tier(bits, bits)

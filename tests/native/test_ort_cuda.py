@@ -46,9 +46,9 @@ LIMITS: dict[str, Any] = {
     "max_num_tokens": 320,
 }
 CLOSE = {"chosen": 4e-2, "kivi": 1e-1, "3 bit": 4e-2, "fixed levels": 4e-2}
-"""Of the largest logit; 1e-2 otherwise: two ways to round to 16 bit, and q to 8 bits on
-one side where pages have 8. Numbers that were rounded otherwise to 16 bit may get another
-of few codes, and of KIVI's four the next is a third of the range away."""
+"""Shares of the largest logit; 1e-2 otherwise: two ways to round to 16 bit, and q to 8
+bits on one side where pages have 8. Numbers that were rounded otherwise to 16 bit may
+get another of few codes, and of KIVI's four the next is a third of the range away."""
 GROUPED = sizes(112, 14, 2, 16, tie_word_embeddings=True)
 """Seven query heads a lane, random weights."""
 

@@ -31,7 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "shards": {"compression": "fdc+hack:bits=8", "removal_rate": 0.15},
 }
 CLOSE = 0.02
-"""Of the largest logit: sums are rounded to 16 bit in another order."""
+"""A share of the largest logit: sums are rounded to 16 bit in another order."""
 
 
 @pytest.fixture(scope="module", params=GPUS)
@@ -82,8 +82,8 @@ def test_logits_of_families_are_those_of_one_gpu(
 @pytest.mark.parametrize("plan", PLANS)
 def test_text_is_that_of_one_gpu(plan: str, num_shards: int, tmp_path: Path) -> None:
     """Prompts in chunks, decode graphs with collectives inside, sampling; the second
-    time prefixes are shared. Rounding may change an answer where two tokens are close, so
-    each is followed as far as one GPU's own choice is clear."""
+    time prefixes are shared. Rounding may change an answer where two tokens are close,
+    so each is followed as far as one GPU's own choice is clear."""
     engine = engine_of(MODEL, tmp_path / "engine", **PLANS[plan])
     prompts = [list(text(n, 40 * i)) for i, n in enumerate((700, 30, 200))]
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""Decode steps of the vLLM plugin on a GPU without vLLM: queued layer by layer, queued for
-graphs, and in a CUDA graph. All three give the same numbers.
+"""Decode steps of the vLLM plugin on a GPU without vLLM: queued layer by layer, queued
+for graphs, and in a CUDA graph. All three give the same numbers.
 
 The steps run in a process of their own, which says how far it came. Where that stands
 still it is ended, and the test says which step did not end.
@@ -44,7 +44,7 @@ CLOSE = {"rtol": 2e-2, "atol": 2e-2}
 
 
 def engine_of(sealed: bool) -> Hosted:
-    """Of the heads of Llama-3.1-8B: 4 bits where it seals, else 16."""
+    """An engine with the heads of Llama-3.1-8B: 4 bits where it seals, else 16."""
     shape = ModelShape(LAYERS, HEADS * GROUP, HEADS, DIMS, 64, 100, PAGE * PAGES)
     lanes = tuple(
         Lane(layer, head, DIMS, DIMS, DIMS, "none")

@@ -83,8 +83,8 @@ class Host:
 
 
 def found_host(folder: Path) -> Host:
-    """What is built already, or is built into ``folder`` now. Skips the test where
-    something for that is missing."""
+    """The host that is built already, or is built into ``folder`` now. Skips the test
+    where something for that is missing."""
     library, plugin = (
         os.environ.get(f"KVLATHE_TRT_{name}") for name in ("HOST", "PLUGIN")
     )

@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 class Refused(Exception):
-    """What the library says when it refuses."""
+    """The words of the library when it refuses."""
 
 
 class Op:
@@ -120,8 +120,8 @@ class Call:
         )  # fmt: skip
 
     def expected_mass(self) -> Array:
-        """What the case says, at this call's places: its page tables hold the step's
-        own tokens too."""
+        """The mass that the case says, at this call's places: its page tables hold the
+        step's own tokens too."""
         case, page = self.case, self.case.plan.page_tokens
         found, old, new = np.zeros_like(self.mass), 0, 0
         wanted = case.expected_mass()

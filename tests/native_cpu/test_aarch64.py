@@ -55,7 +55,7 @@ def native(
 
 @pytest.fixture(autouse=True)
 def _once(request: pytest.FixtureRequest) -> None:
-    """What all processors have is tried on the first. An emulated one is slow, so less
+    """Skip on other processors what all of them have: it is tried on the first. An emulated one is slow, so less
     of two things is tried: portable C++, which is other machines' too, and pages of 64
     tokens, with neondot alone."""
     given = request.node.callspec.params

@@ -1,5 +1,5 @@
-"""Where the 16-bit copies of sealed pages go (prompt_copies.cu), with the kernel compiled
-for a CPU, beside what abi.h says of them."""
+"""The places of 16-bit copies of sealed pages (prompt_copies.cu), with the kernel
+compiled for a CPU, beside what abi.h says of them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @dataclass
 class Step:
-    """``fresh`` [B] new tokens, ``sealed`` [parts, B] tokens, ``tables`` [parts, B, WIDTH],
-    and ``whose`` [B], or None."""
+    """``fresh`` [B] new tokens, ``sealed`` [parts, B] tokens, ``tables`` [parts, B,
+    WIDTH], and ``whose`` [B], or None."""
 
     fresh: Int32
     sealed: Int32
@@ -45,7 +45,8 @@ class Step:
         return -(-self.sealed // PAGE)
 
     def expected(self, room: int) -> tuple[Int32, list[tuple[int, int]]]:
-        """Where the copies of each begin [parts, B], and the (part, page) of each."""
+        """The places where the copies of each begin [parts, B], and the (part, page) of
+        each."""
         parts, batch = self.sealed.shape
         own = np.arange(batch)
         makes = self.fresh >= 128 if self.whose is None else self.whose == own

@@ -63,7 +63,8 @@ def engine() -> tuple[Path, CompressionPlan]:
 
 ON_HOST = {"onnx": on_host, "torch": in_torch}
 CLOSE = {"onnx": 1e-3, "torch": 1e-2}
-"""Of the largest logit. In torch all products are rounded to 16 bit otherwise."""
+"""Shares of the largest logit. In torch all products are rounded to 16 bit
+otherwise."""
 
 
 @pytest.mark.parametrize("compute", ON_HOST)
@@ -130,7 +131,7 @@ def test_pages_move_and_come_back(
 def test_the_full_pages_of_a_step_are_sealed_in_one_call(
     compute: str, native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
-    """Of three pages, each gets the bytes that it gets alone."""
+    """Each of three pages gets the bytes that it gets alone."""
     session = device_session(ON_HOST[compute](native, engine))
     full = [FullPage(0, i, (60 + i,), 64 * i) for i in range(3)]
     stride = session.strides[0]
@@ -195,7 +196,8 @@ def test_guesses_are_verified_where_the_logits_are(
 def test_torch_is_told_what_the_sequences_of_a_step_bring(
     native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
-    """(one token each, rows before those of chunks) of every step that is not a graph."""
+    """(one token each, rows before those of chunks) of every step that is not a
+    graph."""
     ours = in_torch(native, engine)
     compute = device_session(ours).compute
     assert isinstance(compute, TorchCompute)
@@ -250,9 +252,9 @@ def test_onnx_runtime_that_would_go_on_with_the_cpu_is_refused(
 
 # -- TensorRT --------------------------------------------------------------------------
 class StandIn:
-    """What TensorRTCompute uses of a TensorRT engine and its contexts, with the profiles
-    that engines are built with; steps are computed by ONNX Runtime, where the session
-    has bound its memory."""
+    """The parts that TensorRTCompute uses of a TensorRT engine and its contexts, with
+    the profiles that engines are built with; steps are computed by ONNX Runtime, where
+    the session has bound its memory."""
 
     nptype = staticmethod(np.dtype)
 

@@ -1,6 +1,6 @@
-"""Laws of pages that go by address from one session on a GPU to another, in host memory:
-they arrive to the bit, what is damaged is refused, and no step that still runs reaches
-them."""
+"""Laws of pages that go by address from one session on a GPU to another, in host
+memory: they arrive to the bit, what is damaged is refused, and no step that still runs
+reaches them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_page_with_one_wrong_bit_is_refused(
 
 
 class Queue:
-    """Of a GPU that does nothing before somebody waits for it."""
+    """The queue of a GPU that does nothing before somebody waits for it."""
 
     def __init__(self) -> None:
         self.works: list[Callable[[], object]] = []

@@ -47,7 +47,7 @@ def every_format() -> list[Format]:
 
 
 def widths() -> Table:
-    """Of every number of bits, also of those that are no format."""
+    """Widths of every number of bits, also of those that are no format."""
     table: Table = {}
     for bits in range(66):
         table[f"width {bits}"] = [0]
@@ -104,7 +104,7 @@ def buckets() -> Table:
 
 
 def tables() -> Table:
-    """What codes are worth that products of integers take."""
+    """Numbers behind the codes that products of integers take."""
     table: Table = {}
     for form in every_format():
         if form.is_coded and form.decoding.is_whole:
@@ -135,8 +135,8 @@ def floats() -> Table:
 
 
 def threes() -> Table:
-    """Where each eight codes of 3 bits lie: the first codes of their bytes alone are
-    not 0."""
+    """The places of each eight codes of 3 bits: the first codes of their bytes alone
+    are not 0."""
     table: Table = {}
     for count, code in itertools.product((16, 64, 80, 128, 176), range(0, 176, 8)):
         if code < count:

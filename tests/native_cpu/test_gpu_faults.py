@@ -1,5 +1,5 @@
-"""A GPU that has no memory, or is lost, behind the real server: the torch session in host
-memory, whose device fails as CUDA does."""
+"""A GPU that has no memory, or is lost, behind the real server: the torch session in
+host memory, whose device fails as CUDA does."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ LOSSES = [
 def test_a_lost_gpu_is_told_to_everybody_wherever_it_shows(
     native: Native, place: str, words: str
 ) -> None:
-    """Those that run and those that wait get 500 or 503 with a reason; so do later ones."""
+    """Those that run and those that wait get 500 or 503 with a reason; so do later
+    ones."""
     llm = in_torch(native, ENGINE)
     lost = lose(llm, words)
     session = device_session(llm)
@@ -234,7 +235,7 @@ def test_a_lost_gpu_ends_the_process_with_a_reason_once_everybody_is_told(
 
 
 def ended(server: subprocess.Popen[str], url: str) -> tuple[str, list[tuple[int, str]]]:
-    """What a server said until it ended, and what its clients got: (status, body)."""
+    """The log of a server until it ended, and what its clients got: (status, body)."""
     body = {"model": "lathe-5m", "prompt": "def main():", "max_tokens": 700}
     body |= {"ignore_eos": True}
 

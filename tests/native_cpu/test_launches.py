@@ -1,4 +1,4 @@
-"""What decode attention would launch on GPUs that nobody here has: the host's own code,
+"""Launches of decode attention on GPUs that nobody here has: the host's own code,
 told their limits; and what the compiled kernels take, where there is a CUDA build."""
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ STATIC = {True: 2944, False: 1920}
 """Bytes of static shared memory of the kernels of decode attention as compiled, from
 9.0 on and before it. cuobjdump --dump-resource-usage says them."""
 OF_CODES = {False: 3328, True: 2432}
-"""What those for codes take beside that at most, of single rows and with bundles: what
+"""The most that those for codes take beside that, of single rows and with bundles: what
 each warp parks there."""
 OF_BUNDLES = 512
-"""What those of calls with bundles take beside that."""
+"""The bytes that calls with bundles take beside that."""
 MIXED = [(16, 96), (96, 16), (32, 48), (64, 64), (48, 32), (80, 16), (16, 16), (96, 96)]
 WHOLE = [(128, 128)] * 8
 MOST_STACK = 256
@@ -100,7 +100,7 @@ Key = tuple[Bits, str, int, int]
 
 
 def problems() -> dict[Key, Problem | CodesProblem]:
-    """Of every width, ranks, groups of query heads and pages."""
+    """Problems of every width, ranks, groups of query heads and pages."""
     found: dict[Key, Problem | CodesProblem] = {}
     coded: tuple[Bits, ...] = (8, 4, 2)
     shapes = itertools.product(
@@ -167,7 +167,8 @@ def test_decode_launches_fit_every_gpu_but_for_known_plans(
 def test_launches_with_bundles_fit_the_gpu(
     host: ctypes.CDLL, cases: dict[Key, Problem | CodesProblem], gpu: Gpu
 ) -> None:
-    """What is too large for them is attended row by row (`Attention.most_bundled`)."""
+    """A problem that is too large for them is attended row by row
+    (`Attention.most_bundled`)."""
     small = gpu.shared_per_block == 64 * KIB
     wide = [(8, "mixed"), (8, "whole"), (4, "whole")]
     pages_of_128 = {key for key in cases if key[:2] in wide and key[3] == 128}
@@ -182,7 +183,8 @@ def test_launches_whose_warps_attend_alone_fit_the_gpu(
     gpu: Gpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They take less than others: nothing that is too large for them only is refused."""
+    """They take less than others: nothing that is too large for them only is
+    refused."""
     monkeypatch.setenv("KVLATHE_ALONE_PAIRS", "0")
     coded = {key: case for key, case in cases.items() if key[0] < 16}
     refused = refused_of(host, gpu, coded, workspace=1 << 30)
@@ -233,7 +235,7 @@ def test_an_engine_that_a_gpu_is_too_small_for_is_not_loaded(
     cases: dict[Key, Problem | CodesProblem],
     gpu: Gpu,
 ) -> None:
-    """What no step of it could be launched for, with what to do."""
+    """The refusal says what no step of it could be launched for, and what to do."""
     launch(host, gpu, next(iter(cases.values())).args())  # the GPU from now on
     library = AttentionLibrary(native, host)
     refused: set[Key] = set()

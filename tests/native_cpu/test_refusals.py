@@ -1,4 +1,5 @@
-"""What the library cannot do is refused with a sentence, before anything is written."""
+"""A call that the library cannot do is refused with a sentence, before anything is
+written."""
 
 from __future__ import annotations
 
@@ -195,7 +196,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(
 
 
 def configured(folder: Path, **environment: str) -> str:
-    """What CMake says in ``folder``, which remembers what it found before."""
+    """The output of CMake in ``folder``, which remembers what it found before."""
     if not shutil.which("cmake"):
         pytest.skip("no CMake")
     command = [

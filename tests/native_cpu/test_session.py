@@ -76,7 +76,7 @@ def native_llm(native: Native, kind: str) -> LLM:
 def test_logits_are_those_of_the_function(
     native: Native, kind: str, tolerance: float
 ) -> None:
-    """Where pages are sealed, a rounding error may move a code by one."""
+    """A rounding error may move a code by one where pages are sealed."""
     texts = [text(n, 100 * i) for i, n in enumerate((3, 130, 700))]
     schedule = [(1, 64, 512), (1, 1, 1), (1, 65, 187)]
     found, expected = (

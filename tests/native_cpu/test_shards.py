@@ -31,8 +31,8 @@ from tests.support.runtime_cases import MODEL, forced, text
 SIZES = rest_nightly([2, 4], 2)
 OTHER_HEADS = ("llama-biased-d80-mqa", "qwen2-g7", "falcon-40b")
 ARCHITECTURES = [name for name in FAMILIES if "-" not in name or name in OTHER_HEADS]
-"""The variants of an architecture that scale positions, bind or bias weights otherwise are
-dealt as it is; nightly, they run, too."""
+"""The variants of an architecture that scale positions, bind or bias weights otherwise
+are dealt as it is; nightly, they run, too."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
@@ -82,7 +82,8 @@ PROMPTS = [list(text(n, 40 * i)) for i, n in enumerate((700, 30, 200, 5))]
 TEXTS = [text(90), text(130, 50), text(70, 9)]
 SCHEDULE = [(64, 128, 0), (1, 1, 64), (1, 1, 1), (24, 0, 1), (0, 0, 4)]
 CLOSE = {"one": 1e-5, "windowed": 1e-5, "sealed split": 0.02, "turned": 0.02}
-"""Of the largest logit. Where pages are sealed, rounding may move a code by one."""
+"""Shares of the largest logit. Where pages are sealed, rounding may move a code by
+one."""
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels leave out of a window's pages is what lives.Sight hides:
+"""The CUDA kernels leave out of a window's pages what lives.Sight hides:
 plugins_cpp/src/common/windows.h, asked by a program."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def answers(program: Path, lines: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A query: ``sealed`` whole pages of its lane's tokens, then ``fresh`` ones, its own
-    the last."""
+    """A query: ``sealed`` whole pages of its lane's tokens, then ``fresh`` ones, its
+    own the last."""
 
     page: int
     window: Sight

@@ -1,5 +1,5 @@
-"""What pip makes of a checkout: an sdist and wheels that hold what they need, and one
-sentence where they cannot be made."""
+"""Packages that pip makes of a checkout: an sdist and wheels that hold what they need,
+and one sentence where they cannot be made."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_sdist_carries_all_that_a_wheel_is_made_of(sdist: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wheel_without_a_library_is_for_any_platform(sdist: Path) -> None:
-    """Where no compiler is. It still has the sources of the kernels."""
+    """No compiler is there. The wheel still has the sources of the kernels."""
     wheel = make("build_wheel", sdist)
     assert wheel.name == f"kvlathe-{kvlathe.__version__}-py3-none-any.whl"
     held = files_of(wheel)
@@ -107,7 +107,8 @@ def test_a_wheel_from_the_sdist_has_kernels_that_work(sdist: Path) -> None:
 
 
 def test_a_checkout_without_links_is_one_sentence(tmp_path: Path) -> None:
-    """What git writes in place of a link where it was told core.symlinks=false."""
+    """Files as git writes them in place of a link where it was told
+    core.symlinks=false."""
     (tmp_path / "kvlathe").mkdir()
     for name in ("export", "engines", "runtime"):
         (tmp_path / "kvlathe" / name).write_text(f"../{name}")

@@ -1,4 +1,5 @@
-"""Dealing KV heads to shards: every query head once, every layer evenly, bytes alike."""
+"""Dealing KV heads to shards: every query head once, every layer evenly, bytes
+alike."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def test_every_query_head_has_one_shard_and_every_layer_is_dealt_evenly(
 def test_pages_have_one_size_and_hold_the_own_lanes(
     plan: CompressionPlan, num_shards: int
 ) -> None:
-    """A page's number says where it is on every shard; what a shard lays out lies inside,
-    and is what it lays out alone."""
+    """A page's number says where it is on every shard; what a shard lays out lies
+    inside, and is what it lays out alone."""
     try:
         dealt = deal(plan, num_shards)
     except KvlatheError:
@@ -130,12 +131,14 @@ SHAPE = ModelShape(32, 32, 8, 32, 96, 50, 32768)
 
 
 AUTO = {2: (MOST, MOST), 3: (MOST, 1.06), 4: (MOST, 1.08), 8: (1.13, 1.29)}
-"""For ``auto`` in 13 buckets, by shards: bytes held by the fullest shard, and set aside."""
+"""For ``auto`` in 13 buckets, by shards: bytes held by the fullest shard, and set
+aside."""
 
 
 @cache
 def method_plans() -> dict[str, CompressionPlan]:
-    """What methods make of statistics whose heads differ as those of models do."""
+    """Plans that methods make of statistics whose heads differ as those of models
+    do."""
     stats = stats_cases.stats(3, SHAPE)
     form = CacheSettings(16)
     asked: dict[str, dict[str, Any]] = {
@@ -158,13 +161,14 @@ def auto_plan(ratio: float) -> CompressionPlan:
 
 
 def worst(dealt: Deal, tokens: int) -> float:
-    """What the fullest shard holds, over the mean."""
+    """The bytes that the fullest shard holds, over the mean."""
     filled = dealt.filled(tokens)
     return max(filled) * dealt.num_shards / sum(filled)
 
 
 def set_aside(dealt: Deal, tokens: int) -> float:
-    """What pages take on every shard, over the mean of what is filled of them."""
+    """The bytes that pages take on every shard, over the mean of what is filled of
+    them."""
     return dealt.taken(tokens) * dealt.num_shards / sum(dealt.filled(tokens))
 
 

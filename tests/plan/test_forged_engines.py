@@ -19,7 +19,7 @@ from kvlathe.plan.engine_folder import open_engine
 from tests.support.runtime_cases import MODEL, manifest_of, model_shape, plans
 
 MOST_KIB = 2 << 20
-"""Of memory above what the process has, as the system counts: 2 GiB."""
+"""The most memory above what the process has, as the system counts: 2 GiB."""
 VALUES: tuple[object, ...] = (
     None,
     True,
@@ -109,7 +109,7 @@ def refusals(
     change: Callable[[Path, random.Random], None],
     count: int,
 ) -> int:
-    """How many of ``count`` changed engines are refused in words. Anything but a
+    """The number of ``count`` changed engines that are refused in words. Anything but a
     KvlatheError passes through and fails the test."""
     refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(count):

@@ -129,7 +129,7 @@ WRONG: tuple[object, ...] = (
 def test_any_one_value_that_is_wrong_is_one_refusal(
     place: tuple[str | int, ...],
 ) -> None:
-    """Of a plan with each kind of part, every value, replaced by each kind of
+    """Every value of a plan with each kind of part is replaced by each kind of
     garbage."""
     for wrong in WRONG:
         plan = copy.deepcopy(PLANS[1])

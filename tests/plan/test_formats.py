@@ -138,8 +138,8 @@ def test_decoded_numbers_are_near_and_encode_to_themselves(
 
 
 def lloyd_max(count: int) -> np.ndarray:
-    """The levels that lose least of a normal number: each is the mean of what is nearest
-    to it."""
+    """The levels that lose least of a normal number: each is the mean of what is
+    nearest to it."""
 
     def below(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
@@ -234,7 +234,7 @@ def test_float_codes_are_those_of_ml_dtypes_under_the_least_half_that_clips_noth
 
 @given(x=st.floats(width=32, allow_nan=False))
 def test_every_number_becomes_the_nearest_8_bit_float(x: float) -> None:
-    """Of two the even one; what is too large, and infinities, the largest."""
+    """The even one of two; what is too large, and infinities, the largest."""
     (code,) = e4m3_codes(np.array([x], np.float32))
     bounded = np.clip(np.float32(x), -448, 448)
     theirs = bounded.astype(ml_dtypes.float8_e4m3fn)

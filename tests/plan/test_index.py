@@ -1,5 +1,5 @@
-"""What follows from the groups of a plan: its buckets, and the parts in which the CUDA
-kernels take them, each bucket once for each sight."""
+"""Facts that follow from the groups of a plan: its buckets, and the parts in which the
+CUDA kernels take them, each bucket once for each sight."""
 
 from __future__ import annotations
 

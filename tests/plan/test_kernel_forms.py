@@ -1,4 +1,4 @@
-"""Which ranking of tokens builds and sessions refuse for the CUDA kernels."""
+"""The ranking of tokens that builds and sessions refuse for the CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server counts."""
+"""Metrics of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server refuses: always in the OpenAI form, named, and before it costs
+"""Refusals of the server: always in the OpenAI form, named, and before it costs
 much."""
 
 from __future__ import annotations

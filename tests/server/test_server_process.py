@@ -23,7 +23,7 @@ from tests.support.runtime_cases import built_folder, text
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 400
-"""Of each answer."""
+"""Tokens of each answer."""
 
 UNHURRIED = """
 import sys, time
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hurry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this file is, the server's steps are as fast as they can be."""
+    """A file: while it is there, the server's steps are as fast as they can be."""
     return tmp_path_factory.mktemp("hurry") / "hurry"
 
 

@@ -138,7 +138,7 @@ def hermes_call(arguments: str) -> str:
 
 
 def test_a_call_that_a_stop_string_cuts_is_no_finished_call(hermes: Served) -> None:
-    """Of two, the first is whole. The second is text; a stream, which has begun it,
+    """The first of two is whole. The second is text; a stream, which has begun it,
     does not say that it is finished."""
     whole = hermes_call('{"town": "Bern"}')
     both = whole + "\n" + hermes_call('{"at": {"city": "Bern"}}')

@@ -76,7 +76,7 @@ def _at(address: int, size: int) -> Array:
 
 
 def _seals(args: SealArgs) -> list[Block]:
-    """What the arguments of a seal point to."""
+    """The memory that the arguments of a seal point to."""
     parts = [args.source.contents, args.target.contents]
     first = ctypes.addressof(args.pages.contents)
     pages = (SealPage * args.page_count).from_address(first)

@@ -20,7 +20,7 @@ QUESTION = "What is the weather in Bern?"
 
 
 class Weather(BaseModel):
-    """What the weather is."""
+    """The weather in a place."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,8 +1,8 @@
 """Random plans and steps for the laws of Attend, with a float64 reference and a cache
 written byte by byte.
 
-Nothing here uses export/attention/tables.py: addresses come from CacheLayout's lane offsets,
-group by group and token by token.
+Nothing here uses export/attention/tables.py: addresses come from CacheLayout's lane
+offsets, group by group and token by token.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def compacting(plan: CompressionPlan) -> CompressionPlan:
 
 
 def observing(plan: CompressionPlan) -> CompressionPlan:
-    """The plan with an observation window: what was sealed is divided in two shares, what
-    stays hot has a budget."""
+    """The plan with an observation window: what was sealed is divided in two shares,
+    what stays hot has a budget."""
     groups: list[Group] = []
     for group in plan.groups:
         own = dataclasses.replace(group, cold=(), life=Budget(plan.page_tokens))
@@ -457,8 +457,8 @@ class Case:
         return out
 
     def _seen(self, lane: Lane, count: int) -> list[int]:
-        """Of ``count`` tokens that a lane holds, sealed ones first, those that the
-        newest one's query sees."""
+        """The places, of ``count`` tokens that a lane holds, sealed ones first, that
+        the newest one's query sees."""
         index = lane.layer * self.plan.model.kv_heads + lane.head
         sight = self.plan.index.sight(index)
         page, seen = self.plan.page_tokens, set(range(count))
@@ -643,7 +643,7 @@ def rounded(x: Array, bits: int) -> Array:
 
 
 def _live_alike(plan: CompressionPlan, lengths: list[int]) -> None:
-    """Of one sequence: what lives alike holds equally many sealed tokens."""
+    """Check one sequence: what lives alike holds equally many sealed tokens."""
     held: dict[object, int] = {}
     for bucket in plan.index.buckets:
         if not bucket.is_hot:

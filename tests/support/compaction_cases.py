@@ -1,5 +1,5 @@
-"""What compaction of a prefix has to give, from transformers in float64: the scores of its
-KV pairs, and answers behind those that stay."""
+"""The results that compaction of a prefix has to give, from transformers in float64:
+the scores of its KV pairs, and answers behind those that stay."""
 
 from __future__ import annotations
 

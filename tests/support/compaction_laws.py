@@ -1,5 +1,5 @@
-"""Laws of prefixes that are compacted on a GPU, or as if on one: what is kept and what is
-answered behind it are those of the session on the CPU, and of float64."""
+"""Laws of prefixes that are compacted on a GPU, or as if on one: what is kept and what
+is answered behind it are those of the session on the CPU, and of float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 def compacting_plan(kind: str) -> CompressionPlan:
-    """Of lathe-5m, with 16-bit hot pages."""
+    """A plan of lathe-5m, with 16-bit hot pages."""
     plan = compacting_plans(model_shape())[kind]
     return with_tiers(plan, (Tier(16, 16),))
 
@@ -75,8 +75,8 @@ def overlap(ours: list[Places], theirs: list[Places]) -> float:
 
 
 def scores_and_pairs_are_those_of_the_cpu(ours: LLM, theirs: LLM, keep: float) -> None:
-    """Scores are float64's, too, but for activations in 16 bit. Pairs of which one is kept
-    here and another there are scored about alike."""
+    """Scores are float64's, too, but for activations in 16 bit. Pairs of which one is
+    kept here and another there are scored about alike."""
     ids = prompt()[:PREFIX]
     work, kept = compacted(ours, ids, keep)
     reference, expected = compacted(theirs, ids, keep)
@@ -92,7 +92,8 @@ def scores_and_pairs_are_those_of_the_cpu(ours: LLM, theirs: LLM, keep: float) -
 def answers_are_those_of_masked_attention(
     llm: LLM, keep: float, close: float = 1e-2
 ) -> None:
-    """In float64, where the dropped pairs are masked. ``close``: of the largest logit."""
+    """In float64, where the dropped pairs are masked. ``close``: of the largest
+    logit."""
     ids = prompt()
     _, places = compacted(llm, ids[:PREFIX], keep)
     kept: Mapping[int, Places] = dict(enumerate(places))
@@ -121,9 +122,9 @@ def nothing_changes_where_all_pairs_stay(llm: LLM) -> None:
 
 
 def sure(logits: npt.NDArray[np.float32], close: float | Floats) -> int:
-    """Of the rows [T, vocab] behind a greedy answer's tokens, those before the first whose
-    two best logits are less than ``close`` (of a row, or of each) apart. Another order of
-    sums may choose otherwise from there."""
+    """The number of rows [T, vocab] behind a greedy answer's tokens before the first
+    whose two best logits are less than ``close`` (of a row, or of each) apart. Another
+    order of sums may choose otherwise from there."""
     best = np.sort(logits)[:, -2:]
     near = best[:, 1] - best[:, 0] < close
     return int(np.argmax([*near, True]))
@@ -136,8 +137,8 @@ def answer_rows(ids: list[int], answer: list[int]) -> tuple[list[int], range]:
 
 
 def requests_share_the_pages(llm: LLM) -> None:
-    """Side by side they answer as alone, a swapped one as one that stayed. All pages come
-    back."""
+    """Side by side they answer as alone, a swapped one as one that stayed. All pages
+    come back."""
     ids = prompt()
     llm.compact(ids[:PREFIX], 0.4)
     held = llm.pool.bytes_in_use

@@ -48,7 +48,7 @@ class Step:
 
     @property
     def words(self) -> list[str]:
-        """Of the JSON form where it is one."""
+        """The words of the JSON form where it is one."""
         return (
             json.loads(self.text)
             if self.text.startswith("[")
@@ -68,7 +68,7 @@ def steps(recipe: Path) -> list[Step]:
 
 
 def copied(recipe: Path) -> list[str]:
-    """What the recipe takes from the checkout."""
+    """Files that the recipe takes from the checkout."""
     words = [
         step.words
         for step in steps(recipe)

@@ -28,7 +28,7 @@ from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import Capability, Int32, Session, StepPlan
-from kvlathe.runtime.sessions.shares import whole
+from kvlathe.runtime.sessions.substeps import whole
 from kvlathe.runtime.text import sampler
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 from tests.support.tiers import with_tiers
@@ -110,8 +110,8 @@ class Known:
 
 class FakeSession(Session):
     """``broken``: steps that have this token in them raise. ``largest``: tokens and
-    sequences of the largest step. ``affordable``: steps of more tokens run out of memory, once
-    they have written to their pages."""
+    sequences of the largest step. ``affordable``: steps of more tokens run out of
+    memory, once they have written to their pages."""
 
     affordable = 1 << 30
 
@@ -213,8 +213,8 @@ def exact(plan: CompressionPlan) -> CompressionPlan:
 def attention(
     lane: int, rows: npt.NDArray, tokens: npt.NDArray
 ) -> npt.NDArray[np.float32]:
-    """What the rows at some positions give to tokens at others in a lane, together, in
-    any company.
+    """The attention that rows at some positions give to tokens at others in a lane,
+    together, in any company.
 
     Multiples of 1/1024, whose sums are exact in any order.
     """
@@ -231,8 +231,8 @@ def attention(
 class RankedSession(HostPages, Session):
     """Real pages, in formats as of ``exact``: the K of a token is its id everywhere,
     its V its position. Hidden states carry both from stage to stage. ``broken``,
-    ``largest`` and ``affordable`` as in FakeSession; every ``faulty``-th move of tokens in steps of
-    several sequences raises (0: none)."""
+    ``largest`` and ``affordable`` as in FakeSession; every ``faulty``-th move of tokens
+    in steps of several sequences raises (0: none)."""
 
     affordable = 1 << 30
 

@@ -26,7 +26,8 @@ CODED_BITS = [bits for bits in BITS if Format(bits, "rank", 64).is_coded]
 
 
 def bits_of(number: int) -> Bits:
-    """Of a number from a command line, or of a parameter of a test."""
+    """The bits that a number stands for, from a command line, or of a parameter of a
+    test."""
     return next(bits for bits in BITS if bits == number)
 
 
@@ -45,7 +46,7 @@ def tier_of(k: Format, v: Format) -> Tier:
 
 
 def _along_rank(bits: Bits, coding: Coding) -> Tier:
-    """Of a coding whose groups run along the rank alone."""
+    """A tier of a coding whose groups run along the rank alone."""
     groups = (WHOLE_RANK,) * 2 if DECODINGS[coding].has_one_group else (32, 48)
     axis: Axis = "rank"
     return tier_of(*(Format(bits, axis, n, coding=coding) for n in groups))

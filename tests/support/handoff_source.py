@@ -22,7 +22,7 @@ START_SECONDS = 120
 
 
 class Source:
-    """What the process does when it is asked."""
+    """The process, and what it does when it is asked."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.link = llm, Link("source", llm.exchange.memory)

@@ -1,5 +1,5 @@
-"""What sessions on a GPU take, in host memory: a device, and the native library's CUDA
-calls by its CPU calls."""
+"""Stand-ins for what sessions on a GPU take, in host memory: a device, and the native
+library's CUDA calls by its CPU calls."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HostDevice:
         return lambda: None
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What is queued in a capture does not run: here it is left out."""
+        """Leave ``work`` out: what is queued in a capture does not run."""
         self.captures += 1
         return work
 
@@ -115,7 +115,7 @@ class HostLibrary(CudaLibrary):
             raise KvlatheError(name, status.message.decode())
 
     def _seal_listed(self, args: SealArgs) -> None:
-        """Of a list where some pages are none."""
+        """Seal the pages of a list where some are none."""
         listed = [args.pages[i] for i in range(args.page_count)]
         taken = [page for page in listed if page.source >= 0]
         own = SealArgs.from_buffer_copy(args)

@@ -75,8 +75,8 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class Engine:
-    """What every shard can make by itself. ``folder``: a checkpoint. ``kind``: of
-    ``engine_plan``."""
+    """An engine that every shard can make by itself. ``folder``: a checkpoint.
+    ``kind``: of ``engine_plan``."""
 
     folder: str
     kind: str

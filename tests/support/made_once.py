@@ -1,4 +1,4 @@
-"""What is dear to make is made once for all processes of a test run."""
+"""Dear things are made once for all processes of a test run."""
 
 from __future__ import annotations
 

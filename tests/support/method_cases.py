@@ -1,4 +1,4 @@
-"""What the tests of methods share."""
+"""Plans and statistics that the tests of methods share."""
 
 from __future__ import annotations
 

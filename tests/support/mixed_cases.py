@@ -1,5 +1,5 @@
-"""Plans whose heads lie in many buckets: formats and windows mixed in one layer, behind one
-fresh bucket, as a build chooses them. And random steps of them."""
+"""Plans whose heads lie in many buckets: formats and windows mixed in one layer, behind
+one fresh bucket, as a build chooses them. And random steps of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OF_LANES = (0, 1, 2, 3, 4, 6, 5, 1)
 
 
 def model_plan(chunk: int) -> CompressionPlan:
-    """Of lathe-5m, for whole sessions."""
+    """A plan of lathe-5m, for whole sessions."""
     groups = []
     for kind, (tier, life) in enumerate(SEALED):
         lanes = tuple(lane for lane, of in enumerate(OF_LANES) if of == kind)
@@ -75,8 +75,8 @@ def model_plan(chunk: int) -> CompressionPlan:
 def mixed_plan(
     kinds: Sequence[Kind], of: Sequence[int], page: int, group: int, apart: bool = False
 ) -> CompressionPlan:
-    """One layer whose lane i is sealed into the bucket of ``kinds[of[i]]``. ``apart``: the
-    last lane has a hot bucket of its own, with a window, and is never sealed."""
+    """One layer whose lane i is sealed into the bucket of ``kinds[of[i]]``. ``apart``:
+    the last lane has a hot bucket of its own, with a window, and is never sealed."""
     lanes: list[Lane] = []
     members: dict[int, list[int]] = {}
     for i, kind in enumerate(of):

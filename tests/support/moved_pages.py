@@ -11,7 +11,8 @@ from kvlathe.runtime.requests.held_pages import Arrival, Departure
 
 
 def copied(source: LLM, departure: Departure, target: LLM) -> Arrival:
-    """What has left ``source`` in pages of ``target``; not checked yet."""
+    """The arrival of what has left ``source`` in pages of ``target``; not checked
+    yet."""
     parcel = Parcel.from_json(departure.parcel.to_json())
     arrival = target.exchange.expect(parcel)
     for piece in arrival.pieces(source.exchange.memory):

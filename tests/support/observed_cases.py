@@ -47,8 +47,8 @@ ALONG_TOKENS = (
 
 @st.composite
 def ranked_plans(draw: st.DrawFn) -> CompressionPlan:
-    """One layer or two; hot pages with a budget, sealed ones with a budget, or hot ones that
-    are divided between two number formats."""
+    """One layer or two; hot pages with a budget, sealed ones with a budget, or hot ones
+    that are divided between two number formats."""
     page = draw(st.sampled_from([16, 48, 64, 128]))
     heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     layers = draw(st.integers(1, 2))
@@ -73,8 +73,8 @@ def ranked_plans(draw: st.DrawFn) -> CompressionPlan:
 
 
 class Observation:
-    """A step of one layer whose K is in its pages, with random scores of the tokens that
-    came before it. Everything else in the pool is NaN, or -1."""
+    """A step of one layer whose K is in its pages, with random scores of the tokens
+    that came before it. Everything else in the pool is NaN, or -1."""
 
     scale = 0.15
 
@@ -87,9 +87,9 @@ class Observation:
         seed: int,
         room: int = 1,
     ) -> None:
-        """``queries`` [B] new tokens; ``lengths`` [B][buckets], whole pages in cold ones;
-        ``share`` of the rows is observed. ``room``: memory for states, in multiples of
-        the least; with more, several blocks share the tokens of a row."""
+        """``queries`` [B] new tokens; ``lengths`` [B][buckets], whole pages in cold
+        ones; ``share`` of the rows is observed. ``room``: memory for states, in
+        multiples of the least; with more, several blocks share the tokens of a row."""
         self.plan, self.layout, self.queries = plan, CacheLayout(plan), queries
         self.rng, self.room = np.random.default_rng(seed), room
         self.layer = plan.model.layers - 1
@@ -108,7 +108,7 @@ class Observation:
 
     @property
     def lanes(self) -> list[int]:
-        """Of the layer."""
+        """The lanes of the layer."""
         first = self.layer * self.plan.model.kv_heads
         return list(range(first, first + self.plan.model.kv_heads))
 
@@ -182,7 +182,8 @@ class Observation:
         return found
 
     def _mass(self, b: int, lane: int, column: int) -> dict[int, Array]:
-        """What the observed rows of a sequence give each token of a lane, by bucket."""
+        """The mass that the observed rows of a sequence give each token of a lane, by
+        bucket."""
         keys = {s: k for (own, s, i), k in self.keys.items() if (own, i) == (b, lane)}
         mass = {s: np.zeros(len(k)) for s, k in keys.items()}
         rank = self.plan.lanes[lane].rank_k

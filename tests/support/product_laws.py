@@ -1,4 +1,4 @@
-"""What products with weights that are codes must be, wherever they are computed."""
+"""Laws of products with weights that are codes, wherever they are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = 2.0**-24
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of maps beside each other: ``group`` 0 for e4m3."""
+    """The shape of maps beside each other: ``group`` 0 for e4m3."""
 
     inputs: int
     outputs: tuple[int, ...]

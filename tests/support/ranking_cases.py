@@ -157,7 +157,7 @@ class Numbers(HostPages, Session):
     def positions(
         self, bucket: int, lane: int, pages: Items[int], length: int
     ) -> npt.NDArray[np.int64]:
-        """Of the tokens that a lane holds, read from its keys."""
+        """Positions of the tokens that a lane holds, read from its keys."""
         part = self.matrices[bucket][lane][0]
         found = [
             part.read(self.rows[bucket][page])[:, 0]

@@ -1,5 +1,5 @@
-"""Laws of a session that ranks tokens with the CUDA kernels, on a GPU or emulated: its pages and
-answers are those of the session on the CPU."""
+"""Laws of a session that ranks tokens with the CUDA kernels, on a GPU or emulated: its
+pages and answers are those of the session on the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS = ("mixed", "budget", "sealed budget")
 
 
 def ranked_plan(kind: str) -> CompressionPlan:
-    """Of lathe-5m: 16-bit hot pages, and nothing that is rounded at random."""
+    """A plan of lathe-5m: 16-bit hot pages, and nothing that is rounded at random."""
     plan = ranked_plans(model_shape())[kind]
     tiers = [dataclasses.replace(t, rounding="nearest") for t in plan.index.tiers[1:]]
     return with_tiers(plan, (Tier(16, 16), *tiers))
@@ -138,7 +138,7 @@ def _distinct_pages(
 
 
 def scores_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
-    """What is read of random pages, and what is left once some are forgotten."""
+    """Check what is read of random pages, and what is left once some are forgotten."""
     plan, rng = session.plan, np.random.default_rng(seed)
     size = session.pool.nbytes - scratch_bytes(plan)
     host = HostPages(CacheLayout(plan), size)
@@ -220,7 +220,7 @@ def alike(ours: Sequence[Places], theirs: Sequence[Places]) -> float:
 
 
 OTHER_TOKEN = 5e-2
-"""Of the largest logit: how far one moves where another of two tokens stays."""
+"""A share of the largest logit: how far one moves where another of two tokens stays."""
 
 
 def tokens_stay_as_on_the_cpu(
@@ -233,8 +233,8 @@ def tokens_stay_as_on_the_cpu(
 ) -> None:
     """Prompt, ranking, sealing, decode, ranking again: the same tokens in the same
     buckets but where two are equally salient to 16 bit, and logits that are close.
-    ``of_prompt``: how close those of the prompt are, of the largest, where all tokens are
-    the same. Which of two stays is up to the processor's rounding."""
+    ``of_prompt``: how close those of the prompt are, of the largest, where all tokens
+    are the same. Which of two stays is up to the processor's rounding."""
     moves = [recorded(llm) for llm in (ours, theirs)]
     found, expected = (
         llm.logits(ids, range(prompt - 1, len(ids)), prompt=prompt)

@@ -1,5 +1,5 @@
-"""What the runtime's tests share: small plans of every kind of bucket, and sessions to
-run them on."""
+"""Parts that the runtime's tests share: small plans of every kind of bucket, and
+sessions to run them on."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def engine_folder(kind: str) -> Path:
 
 
 def manifest_of(plan: CompressionPlan) -> Manifest:
-    """Of an engine of lathe-5m for ONNX Runtime."""
+    """The manifest of an engine of lathe-5m for ONNX Runtime."""
     return Manifest(
         model="lathe-5m",
         compression="none",

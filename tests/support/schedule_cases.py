@@ -222,7 +222,7 @@ def check_ranked(engine: Engine) -> None:
 
 
 def staged_path(path: PromptPath) -> Staged | None:
-    """Where a prompt passes the stages of its plan."""
+    """The path of a prompt that passes the stages of its plan; None for others."""
     return path if isinstance(path, Staged) else None
 
 

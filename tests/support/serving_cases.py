@@ -1,4 +1,4 @@
-"""What the server's tests share: a real server over the shipped small model, in a
+"""Parts that the server's tests share: a real server over the shipped small model, in a
 thread of this process."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every session on a GPU holds, whatever runs its graph."""
+"""Laws that every session on a GPU holds, whatever runs its graph."""
 
 from __future__ import annotations
 

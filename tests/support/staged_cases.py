@@ -1,5 +1,5 @@
-"""Plans with stages, of lathe-5m, and what every session that runs them is held against: the
-graphs of their stages on the CPU."""
+"""Plans with stages, of lathe-5m, and what every session that runs them is held
+against: the graphs of their stages on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ THREE = (Stage(0), Stage(1, 192), Stage(3, 128))
 
 
 def lanes_of(stages: Items[Stage]) -> list[tuple[int, ...]]:
-    """Of each stage."""
+    """The lanes of each stage."""
     firsts = [stage.first_layer for stage in stages]
     ends = [*firsts[1:], SHAPE.layers]
     return [
@@ -118,8 +118,8 @@ def the_same_rows_stay(ours: LLM, theirs: LLM) -> None:
 
 
 def neighbours_change_nothing(single: LLM, together: LLM, most: int = 16) -> None:
-    """Each request arrives while others are at some stage or decoding, and gets the answer
-    that it gets alone."""
+    """Each request arrives while others are at some stage or decoding, and gets the
+    answer that it gets alone."""
     params = SamplingParams(max_new_tokens=most, temperature=0.0, ignore_eos=True)
     sizes = ((300, 0), (50, 900), (330, 300), (140, 40))
     prompts = [list(text(n, start)) for n, start in sizes]

@@ -41,7 +41,7 @@ class ThreadGroup:
 def on_shards(
     size: int, work: Callable[[ThreadGroup], T], kind: type[ThreadGroup] = ThreadGroup
 ) -> list[T]:
-    """What each shard gets of ``work``."""
+    """Run ``work`` on every shard: returns what each gets."""
     table = [torch.zeros(0)] * size
     meeting = threading.Barrier(size)
 

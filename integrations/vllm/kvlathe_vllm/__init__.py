@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, perhaps twice. Without an engine that is
-    named, vLLM stays as it is."""
+    """Register the plugin: vLLM calls it in each of its processes, perhaps twice.
+    Without an engine that is named, vLLM stays as it is."""
     from kvlathe_vllm.patch import install
 
     install()

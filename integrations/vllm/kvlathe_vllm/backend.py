@@ -29,9 +29,8 @@ from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.worker import of_this_worker
 
-"""Of a layer: its blocks, what a step brings at most, the scale of its scores."""
 _makers: dict[tuple[str, int], Maker] = {}
-"""Of this process: vLLM makes a builder for each kind of layer."""
+"""The makers of this process: vLLM makes a builder for each kind of layer."""
 
 
 class KvlatheBackend(AttentionBackend):
@@ -98,8 +97,7 @@ class Maker:
         self.calls = Calls(engine.plan, count)
         self.buffers: DecodeBuffers | None = None
         if device.type == "cuda":
-            buckets = len(engine.plan.index.buckets)
-            self.buffers = DecodeBuffers(count, buckets, device)
+            self.buffers = DecodeBuffers(count, len(engine.plan.index.buckets), device)
         self._last: tuple[CommonAttentionMetadata, KvlatheMetadata] | None = None
 
     def of(self, m: CommonAttentionMetadata) -> KvlatheMetadata:
@@ -112,11 +110,9 @@ class Maker:
         starts = _numbers(m.query_start_loc_cpu)[: count + 1]
         lengths = self._lengths(m)
         page = self.calls.plan.page_tokens
-        longest = int(lengths.max(initial=1))
-        pages = (longest + page - 1) // page
+        pages = (int(lengths.max(initial=1)) + page - 1) // page
         table = m.block_table_tensor[:count]
-        step = Step(starts, lengths, _numbers(table[:, :pages]))
-        call = self.calls.of(step)
+        call = self.calls.of(Step(starts, lengths, _numbers(table[:, :pages])))
         if self.buffers is not None and is_decode(call):
             run_next(call, self.buffers.send(call, table))
         return KvlatheMetadata(m.num_actual_tokens, call)
@@ -254,13 +250,12 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             return output.zero_()
         own = self._layer(layer, kv_cache, query.dtype)
         rows = slice(0, attn_metadata.tokens)
-        o = own.run(
+        output[rows] = own.run(
             query[rows],
             key[rows],
             value[rows],
             attn_metadata.call,
-        )
-        output[rows] = o.to(output.dtype)
+        ).to(output.dtype)
         return output
 
     def _layer(self, layer: Attention, kv_cache: Tensor, dtype: torch.dtype) -> Layer:
@@ -272,7 +267,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         return own
 
     def _made(self, index: int, cache: Tensor, dtype: torch.dtype) -> Layer:
-        """What attends blocks where they are."""
+        """A layer that attends blocks where they are."""
         sinks = self.sinks
         if sinks is not None:
             sinks = sinks.float().reshape(self.num_kv_heads, -1)

@@ -1,11 +1,11 @@
 """A step of vLLM as one call of the native library in each layer.
 
-Where pages are sealed, a prompt's rows attend sealed pages and their own, whatever vLLM's
-chunks are. So nothing that is computed depends on how vLLM cuts prompts, and a shared
-prefix is what the sequence would have computed itself. For the library each page of a
-prompt is a sequence of its own: a piece. All rows are appended first. Then the pages that
-they fill are sealed, where some piece of the step reads one of them, and then all pieces
-are attended at once.
+Where pages are sealed, a prompt's rows attend sealed pages and their own, whatever
+vLLM's chunks are. So nothing that is computed depends on how vLLM cuts prompts, and a
+shared prefix is what the sequence would have computed itself. For the library each page
+of a prompt is a sequence of its own: a piece. All rows are appended first. Then the
+pages that they fill are sealed, where some piece of the step reads one of them, and
+then all pieces are attended at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Step:
-    """Of B sequences: ``starts`` [B + 1] rows of the step, ``lengths`` [B] tokens after it,
-    ``table`` [B, W] blocks."""
+    """A step of B sequences: ``starts`` [B + 1] of their rows, ``lengths`` [B] tokens
+    after it, ``table`` [B, W] blocks."""
 
     starts: Int32
     lengths: Int32
@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass
 class Calls:
-    """What a worker remembers between steps. ``count``: sequences that run at most."""
+    """The memory of a worker between steps. ``count``: sequences that run at most."""
 
     plan: CompressionPlan
     count: int
@@ -114,19 +114,14 @@ class Calls:
                     self._cut(step, b, int(cached[b]), pieces, kept)
         else:
             for b in np.flatnonzero(queries).tolist():
-                first = int(cached[b])
-                pieces.append(Piece(b, first, int(step.lengths[b]), 0))
+                pieces.append(Piece(b, int(cached[b]), int(step.lengths[b]), 0))
         return self._call(step, pieces, kept)
 
     def _touch(self, step: Step, cached: Int32, queries: Int32) -> None:
         """Before any page is given away: those of this step's sequences are in use."""
         page = self.plan.page_tokens
-        partly = cached % page > 0
-        goes_on = (queries > 0) & partly
-        for b in np.flatnonzero(goes_on):
-            place = cached[b] // page
-            block = step.table[b, place]
-            self.pages.resume(int(block))
+        for b in np.flatnonzero((queries > 0) & (cached % page > 0)):
+            self.pages.resume(int(step.table[b, cached[b] // page]))
 
     def _cut(
         self,
@@ -136,9 +131,9 @@ class Calls:
         pieces: list[Piece],
         kept: list[tuple[int, int]],
     ) -> None:
-        """The new tokens of a sequence, page by page. Pages that the step both begins and
-        fills need no lasting hot page. Where the sequence fills the page that it has, and
-        begins another, that one's rows go there at last."""
+        """The new tokens of a sequence, page by page. Pages that the step both begins
+        and fills need no lasting hot page. Where the sequence fills the page that it
+        has, and begins another, that one's rows go there at last."""
         page = self.plan.page_tokens
         blocks = step.table[b]
         end = int(step.lengths[b])
@@ -167,9 +162,8 @@ class Calls:
         self, step: Step, pieces: list[Piece], kept: list[tuple[int, int]]
     ) -> Call:
         page = self.plan.page_tokens
-        sizes = [piece.end - piece.first for piece in pieces]
         cu = np.zeros(len(pieces) + 1, np.int32)
-        cu[1:] = np.cumsum(sizes)
+        cu[1:] = np.cumsum([piece.end - piece.first for piece in pieces])
         cached = np.array([piece.first for piece in pieces], np.int64)
         sealed = cached // page * page
         sequences = [piece.of for piece in pieces]
@@ -196,20 +190,19 @@ class Calls:
                 columns.append(cached)
             else:
                 columns.append(sealed)
-        lengths = np.stack(columns, 1)
-        return np.ascontiguousarray(lengths, np.int32)
+        return np.ascontiguousarray(np.stack(columns, 1), np.int32)
 
     def _sealing(self, step: Step, pieces: list[Piece]) -> list[Sealing]:
         page = self.plan.page_tokens
         if not self.plan.index.seals:
             return []
-        full = [piece for piece in pieces if piece.end % page == 0]
         found: list[Sealing] = []
-        for piece in full:
+        for piece in pieces:
+            if piece.end % page:
+                continue
             place = piece.end // page - 1
             block = int(step.table[piece.of, place])
-            position = place * page
-            found.append(Sealing(piece.hot, block, position))
+            found.append(Sealing(piece.hot, block, place * page))
         return found
 
     def _reads(self, step: Step, pieces: list[Piece], sealing: list[Sealing]) -> bool:
@@ -230,18 +223,16 @@ def is_decode(call: Call) -> bool:
     page's end are two pieces."""
     if (np.diff(call.cu) != 1).any():
         return False
-    every = np.arange(len(call.of))
-    return np.array_equal(call.of, every)
+    return np.array_equal(call.of, np.arange(len(call.of)))
 
 
 def copies_of(call: Call, least_rows: int) -> Int32:
-    """Whose 16-bit copies of sealed pages each piece reads: those of the last piece of its
-    prompt, whose pages begin with its own. Nobody's where the prompt brings few rows that
-    are attended in tiles: in pieces of ``least_rows`` or more."""
+    """Whose 16-bit copies of sealed pages each piece reads: those of the last piece of
+    its prompt, whose pages begin with its own. Nobody's where the prompt brings few
+    rows that are attended in tiles: in pieces of ``least_rows`` or more."""
     rows = np.diff(call.cu)
     rows[rows < least_rows] = 0
-    tiled = np.bincount(call.of, rows)
-    pays = tiled >= LEAST_COPIED
+    pays = np.bincount(call.of, rows) >= LEAST_COPIED
     last = np.searchsorted(call.of, call.of, side="right") - 1
     last[~pays[call.of]] = NOBODY
     return last.astype(np.int32)

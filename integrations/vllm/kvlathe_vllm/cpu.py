@@ -39,8 +39,11 @@ class CpuLayer(Layer):
         library."""
         found = find()
         if found.native is None:
-            fact = "vLLM cannot attend compressed pages"
-            raise KvlatheError(fact, found.reason, "build it: kvlathe native")
+            raise KvlatheError(
+                "vLLM cannot attend compressed pages",
+                found.reason,
+                "build it: kvlathe native",
+            )
         super().__init__(engine, layer, cache, most, scale, torch.float32, sinks)
         self.softcap = softcap
         self.native = found.native
@@ -93,9 +96,8 @@ class CpuLayer(Layer):
         args = AttendArgs(ABI_VERSION)
         args.tokens = len(q)
         args.batch = len(lengths)
-        longest = int(lengths.max(initial=1))
         args.threads = 1
-        if len(q) * longest >= LEAST_OF_THREADS:
+        if len(q) * int(lengths.max(initial=1)) >= LEAST_OF_THREADS:
             args.threads = torch.get_num_threads()
         args.scale = self.scale
         args.q = q.data_ptr()
@@ -152,5 +154,6 @@ class CpuLayer(Layer):
         args.seed = self.plan.seed
         status = Status()
         if self.native.lib.kvlathe_cpu_seal(byref(args), byref(status)):
-            said = status.message.decode()
-            raise KvlatheError("a page cannot be sealed", said, "report this")
+            raise KvlatheError(
+                "a page cannot be sealed", status.message.decode(), "report this"
+            )

@@ -1,8 +1,8 @@
 """Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
 
-A step queues spread, plan, append, seal and attention on vLLM's stream. A layer seals pages
-before its attention where that reads them, else after it. Of a decode step that graphs may
-hold (gpu_step.py) all layers are spread and planned at once.
+A step queues spread, plan, append, seal and attention on vLLM's stream. A layer seals
+pages before its attention where that reads them, else after it. Of a decode step that
+graphs may hold (gpu_step.py) all layers are spread and planned at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvlathe_vllm.hosted import Hosted
 from kvlathe_vllm.layer import Layer, Most
 
 _layers: list[tuple[Hosted, Layers]] = []
-"""Of this process."""
+"""The engine of this process, and its layers."""
 
 
 def layers_of(engine: Hosted) -> Layers:
@@ -96,8 +96,7 @@ class CudaLayer(Layer):
         hot = step.hot + lasting
         # A row of a decode step begins or fills a page, and never both.
         if not step.inputs.kind.decode:
-            is_passing = step.hot >= self.span.hot_pages
-            hot = torch.where(is_passing, step.hot + passing, hot)
+            hot = torch.where(step.hot >= self.span.hot_pages, step.hot + passing, hot)
         return step.in_layer(self.held, step.blocks + self.span.first_block, hot)
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
@@ -119,8 +118,7 @@ class CudaLayer(Layer):
             if bucket.is_hot or not len(self.rows[target]):
                 continue
             args = self._seal_args(bucket.hot, target)
-            address = step.seals.data_ptr()
-            args.pages = cast(address, POINTER(SealPage))
+            args.pages = cast(step.seals.data_ptr(), POINTER(SealPage))
             args.page_count = len(step.seals)
             self.library.call("cuda_seal_listed", byref(args))
 

@@ -29,7 +29,7 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARED = ("rotary_emb",)
 """The same for all heads."""
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-"""Of any head, where they are as long as one."""
+"""The same for all heads, where they are as long as one."""
 Named = tuple[str, Tensor]
 
 
@@ -51,7 +51,7 @@ class Dealt:
             )
         self.whole, self.num_shards = whole, num_shards
         self.orders = _orders(whole.plan, num_shards)
-        """Of each layer: its KV heads as vLLM has them."""
+        """The KV heads of each layer as vLLM has them."""
 
     @property
     def changed(self) -> set[int]:
@@ -61,7 +61,7 @@ class Dealt:
 
     @cached_property
     def engines(self) -> tuple[Hosted, ...]:
-        """Of each shard."""
+        """The engine of each shard."""
         plan = self.whole.plan
         plans = Deal(
             plan, tuple(self._lane_shards(shard) for shard in range(self.num_shards))
@@ -96,9 +96,9 @@ class Dealt:
 
     def arranged(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """The tensors of a checkpoint, by the names of transformers. Those of attention
-        have their heads in the order of vLLM's shards: rows of q, k, v [heads * d, ...],
-        columns of o [hidden, query heads * d]. Raises KvlatheError where one is not
-        known to have heads, and where some are missing."""
+        have their heads in the order of vLLM's shards: rows of q, k, v [heads * d,
+        ...], columns of o [hidden, query heads * d]. Raises KvlatheError where one is
+        not known to have heads, and where some are missing."""
         changed = self.changed
         seen: set[tuple[int, str]] = set()
         for name, tensor in tensors:
@@ -146,8 +146,7 @@ class Dealt:
 
 def _rows(tensor: Tensor, heads: int, order: Sequence[int]) -> Tensor:
     """Rows head by head, in another order of heads."""
-    by_head = tensor.unflatten(0, (heads, -1))
-    return by_head[list(order)].flatten(0, 1)
+    return tensor.unflatten(0, (heads, -1))[list(order)].flatten(0, 1)
 
 
 def _orders(plan: CompressionPlan, num_shards: int) -> list[tuple[int, ...]]:

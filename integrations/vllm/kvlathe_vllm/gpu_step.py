@@ -1,8 +1,9 @@
 """A step of vLLM on a GPU, and what its layers have in common.
 
 A decode step's numbers lie where those of the step before lay, so that a CUDA graph of
-vLLM finds them there. A decode step has one new token of each sequence. Nothing of it is
-decided on the host while a layer runs: which pages are sealed is a list in device memory.
+vLLM finds them there. A decode step has one new token of each sequence. Nothing of it
+is decided on the host while a layer runs: which pages are sealed is a list in device
+memory.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from kvlathe_vllm.calls import Call, Int32, copies_of, is_decode
 NO_PAGE = -1
 """In the list of pages to seal."""
 PLACES = 3
-"""Of a page to seal: its hot page, its block, the place of its first token."""
+"""Numbers of a page to seal: its hot page, its block, the place of its first token."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
     """A step on the device, the same for all layers: the arrays of a Call. ``inputs``
-    have no page tables yet: numbers of ``blocks`` [n, W] and of ``hot`` pages [n, 1] are
-    other ids of pages in each layer. In a step of ``kind.decode`` no page is sealed
+    have no page tables yet: numbers of ``blocks`` [n, W] and of ``hot`` pages [n, 1]
+    are other ids of pages in each layer. In a step of ``kind.decode`` no page is sealed
     before it is attended. ``seals`` int32 [n, PLACES] of a decode step of n sequences
     that graphs may hold."""
 
@@ -68,8 +69,7 @@ def sent(call: Call, device: torch.device) -> Sent:
     """Any step, in memory of its own."""
 
     def on_device(numbers: Int32) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(numbers))
-        return host.to(device)
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
 
     decodes = is_decode(call)
     short = np.flatnonzero(np.diff(call.cu) < LEAST_CHUNK)
@@ -88,8 +88,7 @@ class Places:
     """Arrays of a decode step, in one block of int32."""
 
     def __init__(self, block: Tensor, most: int, buckets: int) -> None:
-        sizes = Places.sizes(most, buckets)
-        cu, lengths, hot, seals = block.split(sizes)
+        cu, lengths, hot, seals = block.split(Places.sizes(most, buckets))
         self.cu = cu
         self.lengths = lengths.view(most, buckets)
         self.hot = hot.view(most, 1)
@@ -97,7 +96,7 @@ class Places:
 
     @staticmethod
     def sizes(most: int, buckets: int) -> list[int]:
-        """Of the arrays, in elements."""
+        """Sizes of the arrays, in elements."""
         return [
             most + 1,
             most * buckets,
@@ -108,8 +107,7 @@ class Places:
     def write(self, call: Call) -> None:
         """Sequences behind those of the call are padding: they have no rows."""
         count = len(call.lengths)
-        end = int(call.cu[-1])
-        self.cu.fill_(end)
+        self.cu.fill_(int(call.cu[-1]))
         self.lengths.zero_()
         self.hot.zero_()
         self.seals.fill_(NO_PAGE)
@@ -125,12 +123,11 @@ class Places:
             for page in call.sealing
         ]
         if pages:
-            listed = torch.tensor(pages, dtype=torch.int32)
-            self.seals[: len(pages)] = listed
+            self.seals[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
 
 class DecodeBuffers:
-    """Where decode steps lie, of at most ``most`` sequences."""
+    """Memory in which decode steps lie, of at most ``most`` sequences."""
 
     def __init__(self, most: int, buckets: int, device: torch.device) -> None:
         size = sum(Places.sizes(most, buckets))
@@ -149,7 +146,8 @@ class DecodeBuffers:
 
     def send(self, call: Call, blocks: Tensor) -> Sent:
         """A decode step, of pieces that are the sequences in their order (`is_decode`).
-        ``blocks`` [n, W]: vLLM's table on the device, in which padding sequences come last.
+        ``blocks`` [n, W]: vLLM's table on the device, in which padding sequences come
+        last.
 
         Whoever made the call has read that table, and so waited for the step before.
         """
@@ -211,9 +209,8 @@ class Layers:
         to_hot, to_block, _ = offsets[:, :, None, None].unbind(1)
         blocks = step.blocks + to_block
         hot = step.hot + to_hot
-        none = step.seals[:, :1] < 0
         seals = step.seals + offsets[:, None]
-        seals.masked_fill_(none, NO_PAGE)
+        seals.masked_fill_(step.seals[:, :1] < 0, NO_PAGE)
         inputs = [
             step.in_layer(attention.held, blocks[i], hot[i])
             for i, attention in enumerate(every)
@@ -226,8 +223,5 @@ def _offsets(every: Sequence[BlockAttention]) -> Tensor:
     found: list[tuple[int, int, int]] = []
     for attention in every:
         lasting, _ = attention.span.offsets
-        first = attention.span.first_block
-        found.append((lasting, first, 0))
-    device = every[0].span.cache.device
-    offsets = torch.tensor(found, dtype=torch.int32)
-    return offsets.to(device)
+        found.append((lasting, attention.span.first_block, 0))
+    return torch.tensor(found, dtype=torch.int32).to(every[0].span.cache.device)

@@ -1,5 +1,5 @@
-"""The engine that vLLM hosts: a folder of ``kvlathe build --backend vllm``, opened once a
-process. No vLLM and no torch here."""
+"""The engine that vLLM hosts: a folder of ``kvlathe build --backend vllm``, opened once
+a process. No vLLM and no torch here."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ VARIABLE = "KVLATHE_VLLM"
 OPTION = "kvlathe"
 Float32 = npt.NDArray[np.float32]
 Matrices = Mapping[str, Float32]
-"""Of one head, by the names of export/folding/host_heads.py; empty: it stays as it is."""
+"""Matrices of one head, by the names of export/folding/host_heads.py; empty: it stays
+as it is."""
 
 
 @dataclass(frozen=True)
 class Hosted:
     """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE; of a shard
-    (dealt.py), what that shard keeps. ``heads``: of (layer, KV head). ``least``: bytes of
-    a token that blocks of each layer have at least, as other shards need them."""
+    (dealt.py), what that shard keeps. ``heads``: of (layer, KV head). ``least``: bytes
+    of a token that blocks of each layer have at least, as other shards need them."""
 
     folder: Path
     plan: CompressionPlan
@@ -41,13 +42,13 @@ class Hosted:
 
     @cached_property
     def blocks(self) -> tuple[LayerBlock, ...]:
-        """Of each layer."""
+        """The block of each layer."""
         layout = CacheLayout(self.plan)
         layers = range(self.plan.model.layers)
         return tuple(LayerBlock(layout, layer) for layer in layers)
 
     def token_bytes(self, layer: int) -> int:
-        """Of a token in the blocks of a layer."""
+        """Bytes of a token in the blocks of a layer."""
         own = self.blocks[layer].token_bytes
         return max(own, self.least[layer]) if self.least else own
 
@@ -59,10 +60,9 @@ class Hosted:
         return self.heads.get((lane.layer, lane.head), {})
 
     def check_model(self, shape: tuple[int, int, int, int], served: str) -> None:
-        """``shape``: layers, query heads, KV heads and dimensions of the model ``served``.
-        Raises KvlatheError where the plan is for another."""
-        model = self.plan.model
-        own = _shape_of(model)
+        """``shape``: layers, query heads, KV heads and dimensions of the model
+        ``served``. Raises KvlatheError where the plan is for another."""
+        own = _shape_of(self.plan.model)
         if shape != own:
             raise KvlatheError(
                 f"{self.folder} is no plan for {served}",
@@ -77,7 +77,8 @@ def _shape_of(model: ModelShape) -> tuple[int, int, int, int]:
 
 
 def open_hosted(folder: Path) -> Hosted:
-    """Raises KvlatheError for a folder that was built for something else, or changed."""
+    """Raises KvlatheError for a folder that was built for something else, or
+    changed."""
     engine = open_engine(folder)
     if engine.manifest.backend != "vllm":
         raise KvlatheError(
@@ -109,7 +110,8 @@ _opened: dict[Path, Hosted] = {}
 
 
 def named(options: Mapping[str, object] | None = None) -> Path | None:
-    """The folder that ``options`` (vLLM's additional config) or the environment name."""
+    """The folder that ``options`` (vLLM's additional config) or the environment
+    name."""
     given = (options or {}).get(OPTION) or os.environ.get(VARIABLE)
     return Path(str(given)) if given else None
 

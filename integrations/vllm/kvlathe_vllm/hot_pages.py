@@ -1,12 +1,12 @@
-"""Who has which hot page: 16-bit rows of a block that is not full yet.
+"""HotPages: who has which hot page, 16-bit rows of a block that is not full yet.
 
-vLLM never shares a block that is partly filled, so its id stands for one sequence. Nobody
-tells when a sequence ends. But vLLM admits none in a step that a running one sits out, and
-at most ``count`` run. So where all pages are taken, and those of the step's sequences were
-touched, the one that was used longest ago belongs to nobody.
+vLLM never shares a block that is partly filled, so its id stands for one sequence.
+Nobody tells when a sequence ends. But vLLM admits none in a step that a running one
+sits out, and at most ``count`` run. So where all pages are taken, and those of the
+step's sequences were touched, the one that was used longest ago belongs to nobody.
 
-Pages from ``count`` + 1 on are passing: they hold rows until the step ends, and all layers
-use the same memory for them.
+Pages from ``count`` + 1 on are passing: they hold rows until the step ends, and all
+layers use the same memory for them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NULL_BLOCK = 0
 
 
 def passing_pages(tokens: int, count: int, page: int) -> int:
-    """Passing pages of a step of so many tokens at most: those that it begins and fills,
-    and one for each sequence that goes on in another page."""
+    """Passing pages of a step of so many tokens at most: those that it begins and
+    fills, and one for each sequence that goes on in another page."""
     return tokens // page + min(count, tokens // 2)
 
 

@@ -20,18 +20,18 @@ from kvlathe_vllm.span import Span
 
 @dataclass(frozen=True)
 class Most:
-    """What a step of vLLM brings at most."""
+    """The most that a step of vLLM brings."""
 
     sequences: int
     tokens: int
     length: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
 
 
 class Layer(ABC):
-    """One layer. ``cache``: vLLM's uint8 [blocks, 1, P, bytes of a token]. ``dtype``: what
-    q, k, v and o are multiplied in. ``sinks`` float32 [KV heads, G]: sink logits of all
-    heads that vLLM has here, where the model has some."""
+    """One layer. ``cache``: vLLM's uint8 [blocks, 1, P, bytes of a token]. ``dtype``:
+    what q, k, v and o are multiplied in. ``sinks`` float32 [KV heads, G]: sink logits
+    of all heads that vLLM has here, where the model has some."""
 
     def __init__(
         self,
@@ -66,11 +66,9 @@ class Layer(ABC):
         if sinks is not None:
             self.sinks = sinks[self.heads.kept_at].contiguous()
         self.held = [bucket.stays for bucket in self.plan.index.buckets]
-        ranks = [lane.rank_v for lane in self.heads.lanes]
-        self.width = self.heads.group * sum(ranks)
-        """Of a row of o'."""
-        buckets = range(len(self.plan.index.buckets))
-        self.rows = [self.block.rows(b) for b in buckets]
+        self.width = self.heads.group * sum(lane.rank_v for lane in self.heads.lanes)
+        """Elements of a row of o'."""
+        self.rows = [self.block.rows(b) for b in range(len(self.plan.index.buckets))]
 
     @abstractmethod
     def attend(
@@ -90,9 +88,7 @@ class Layer(ABC):
         """o [T, query heads, d] of q, k, v [T, heads, d]. Tokens are appended, and full
         pages sealed."""
         q = self.heads.select(query, self.heads.group)
-        k = self.heads.select(key, 1)
-        v = self.heads.values(value)
-        o = self.attend(q, k, v, step)
+        o = self.attend(q, self.heads.select(key, 1), self.heads.values(value), step)
         for passing, page in step.kept:
             self.span.keep(passing, page)
         return self.heads.outputs(o)

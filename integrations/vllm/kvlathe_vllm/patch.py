@@ -1,4 +1,5 @@
-"""Where vLLM is told of the backend, and of the bytes of each layer's blocks."""
+"""Patches by which vLLM is told of the backend, and of the bytes of each layer's
+blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def _sizes_by_layer() -> None:
 
 
 def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec:
-    """The layer's blocks as raw bytes. Raises KvlatheError for what a plan cannot be."""
+    """The layer's blocks as raw bytes. Raises KvlatheError for what a plan cannot
+    be."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     engine = of_this_worker(config)

@@ -1,9 +1,9 @@
 """vLLM's blocks of a layer and the hot pages beside them, as one pool of the library.
 
-A call of the library has one pool, and page id i of a bucket is at start + i * stride. The
-blocks are vLLM's memory and the hot pages ours. So the pool spans all, from the lowest to
-the highest; nothing that lies between is touched. It begins a whole number of blocks before
-vLLM's first one, and hot pages a whole number of hot pages behind that.
+A call of the library has one pool, and page id i of a bucket is at start + i * stride.
+The blocks are vLLM's memory and the hot pages ours. So the pool spans all, from the
+lowest to the highest; nothing that lies between is touched. It begins a whole number of
+blocks before vLLM's first one, and hot pages a whole number of hot pages behind that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvlathe.base.errors import KvlatheError
 
 MOST_ID = (1 << 31) - 1
 _passing: list[Tensor] = []
-"""Memory of passing pages: layers run one after the other, and all use it. Where blocks of
-layers lie far apart, there are several."""
+"""Memory of passing pages: layers run one after the other, and all use it. Where blocks
+of layers lie far apart, there are several."""
 
 
 class Span:
@@ -38,8 +38,7 @@ class Span:
         rooms: list[Tensor] = []
         if hot_bytes:
             own = _near(cache, (hot_pages + 1) * hot_bytes)
-            shared = _shared(cache, (passing + 1) * hot_bytes, hot_bytes)
-            rooms = [own, shared]
+            rooms = [own, _shared(cache, (passing + 1) * hot_bytes, hot_bytes)]
         lowest = min([blocks, *(room.data_ptr() for room in rooms)])
         self.first_block = -((lowest - blocks) // self.block_stride)
         self.start = blocks - self.first_block * self.block_stride
@@ -73,14 +72,14 @@ class Span:
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """What ids of lasting, and of passing pages are more than their numbers."""
+        """Differences of ids and numbers of lasting, and of passing pages."""
         if not self._first:
             return 0, 0
         lasting, passing = self._first
         return lasting, passing - self.hot_pages
 
     def hot_id(self, page: int) -> int:
-        """Of a hot page, lasting or passing."""
+        """The id of a hot page, lasting or passing."""
         return page + self.offsets[page >= self.hot_pages]
 
     def hot_page(self, page: int) -> int:
@@ -98,8 +97,7 @@ def _shared(cache: Tensor, size: int, hot_bytes: int) -> Tensor:
     reach = MOST_ID // 2 * hot_bytes
     for room in _passing:
         distance = abs(room.data_ptr() - cache.data_ptr())
-        same = room.device == cache.device
-        if same and len(room) >= size and distance < reach:
+        if room.device == cache.device and len(room) >= size and distance < reach:
             return room
     room = _near(cache, size)
     _passing.append(room)
@@ -107,16 +105,13 @@ def _shared(cache: Tensor, size: int, hot_bytes: int) -> Tensor:
 
 
 def _near(cache: Tensor, size: int) -> Tensor:
-    """Bytes not far from ``cache``. On a CPU allocators have two regions, which lie tens of
-    terabytes apart: whichever is closer is taken."""
+    """Bytes not far from ``cache``. On a CPU allocators have two regions, which lie
+    tens of terabytes apart: whichever is closer is taken."""
     room = torch.empty(size, dtype=torch.uint8, device=cache.device)
     if cache.device.type != "cpu":
         return room
-    memory = mmap.mmap(-1, size)
-    mapped = torch.frombuffer(memory, dtype=torch.uint8)
+    mapped = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     here = cache.data_ptr()
-    from_room = abs(room.data_ptr() - here)
-    from_mapped = abs(mapped.data_ptr() - here)
-    if from_room < from_mapped:
+    if abs(room.data_ptr() - here) < abs(mapped.data_ptr() - here):
         return room
     return mapped

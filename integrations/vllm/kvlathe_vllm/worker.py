@@ -1,4 +1,4 @@
-"""Which shard this worker of vLLM has (vLLM's rank of tensor parallelism), and what it
+"""The shard of this worker of vLLM (its rank of tensor parallelism), and what it
 keeps."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BY_NAME = (
 """Formats of checkpoints that DefaultModelLoader reads by the names of transformers."""
 RANDOM = "dummy"
 _made: list[Dealt] = []
-"""Of this process; none where another backend attends, or one shard has all heads."""
+"""The deal of this process; none where another backend attends, or one shard has all
+heads."""
 
 
 def of_this_worker(config: VllmConfig) -> Hosted:
@@ -72,8 +73,8 @@ def _check_reading(config: VllmConfig) -> None:
 
 
 def read_as_dealt() -> None:
-    """vLLM's workers cut tensors in their order, so they are read in that of the deal. The
-    layers of a model, which deal, are made before its weights are read."""
+    """vLLM's workers cut tensors in their order, so they are read in that of the deal.
+    The layers of a model, which deal, are made before its weights are read."""
     before = DefaultModelLoader.get_all_weights
 
     def get_all_weights(

@@ -1,5 +1,5 @@
-"""PairScores: the part of a step that repeats a prefix to compact it. It has the session
-say what the rows attend, and keeps the most that any of them gave each KV pair
+"""PairScores: the part of a step that repeats a prefix to compact it. It has the
+session say what the rows attend, and keeps the most that any of them gave each KV pair
 (requests/compaction.py)."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 
 
 class PairScores(StepPart):
-    """Of the first ``count`` tokens of a sequence. ``scores`` [kept lanes, tokens]."""
+    """Scores of the first ``count`` tokens of a sequence. ``scores`` [kept lanes,
+    tokens]."""
 
     def __init__(self, plan: CompressionPlan, count: int) -> None:
         self._plan = plan
@@ -26,7 +27,7 @@ class PairScores(StepPart):
         self._widths: list[int] = []
 
     def rows(self, bucket: int) -> list[int]:
-        """Where the scores of a bucket's lanes are."""
+        """The rows with the scores of a bucket's lanes."""
         return [self._row_of[lane] for lane in self._plan.index.buckets[bucket].lanes]
 
     def before(self, step: Step, plan: StepPlan) -> StepPlan:
@@ -48,8 +49,7 @@ class PairScores(StepPart):
         for b, width in enumerate(self._widths):
             if self._plan.index.buckets[b].is_hot:
                 rows = self.rows(b)
-                end = start + self.scores.shape[1]
-                cached = self._given[0, rows, start:end]
+                cached = self._given[0, rows, start : start + self.scores.shape[1]]
                 self.scores[rows] = np.maximum(self.scores[rows], cached)
             start += width
         self._given = None

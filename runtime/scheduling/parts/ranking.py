@@ -1,9 +1,10 @@
-"""TokenRanking: the part of a step that says which rows are observed, and by what tokens
-are ordered that move.
+"""TokenRanking: the part of a step that says which rows are observed, and by what
+tokens are ordered that move.
 
 Scores grow in the pages while a step runs, and the session orders tokens by them
-(``PageMoves.selections``). What the scores mean is ObservationWindow's to say; here stands
-only what the session cannot know: which rows count, and how many of them have seen a token.
+(``PageMoves.selections``). What the scores mean is ObservationWindow's to say; here
+stands only what the session cannot know: which rows count, and how many of them have
+seen a token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvlathe.runtime.sessions.protocols import StepPlan
 
 
 class TokenRanking(StepPart):
-    """What an engine has beside its steps where its plan ranks tokens by attention."""
+    """The part of steps that ranks tokens by attention, where the plan says so."""
 
     def __init__(self, layout: CacheLayout, observation: ObservationWindow) -> None:
         self.layout = layout
@@ -72,13 +73,15 @@ class TokenRanking(StepPart):
         sequence, seen = chunk.sequence, None
         if self.observation.normalized:
             assert sequence.observed_rows is not None
-            stop = sequence.stop(chunk.count)
-            seen = sequence.observed_rows.seen(sequence.tokens, stop)
-        keys = self._keys_of(one.selection.bucket)
-        return dataclasses.replace(one, seen=seen, keys=keys)
+            seen = sequence.observed_rows.seen(
+                sequence.tokens, sequence.stop(chunk.count)
+            )
+        return dataclasses.replace(
+            one, seen=seen, keys=self._keys_of(one.selection.bucket)
+        )
 
     def _keys_of(self, bucket: int) -> list[int]:
-        """Of the noise of a bucket's lanes; none where there is no noise."""
+        """The keys of the noise of a bucket's lanes; none where there is no noise."""
         if not self.observation.noise:
             return []
         if bucket not in self._keys:
@@ -86,8 +89,8 @@ class TokenRanking(StepPart):
         return self._keys[bucket]
 
     def _resets(self, chunk: Chunk, change: PageChange) -> list[ScoreReset]:
-        """Where rows count only until tokens are ranked, the scores of those that were
-        ranked are 0 again: at the prompt's end, and with every full page."""
+        """Resets for rows that count only until tokens are ranked: the scores of those
+        that were ranked are 0 again: at the prompt's end, and with every full page."""
         done = chunk.reservation
         if self.observation.accumulated or not done.seals:
             return []
@@ -103,6 +106,6 @@ class TokenRanking(StepPart):
 
 
 def noise_keys(plan: CompressionPlan, bucket: int) -> list[int]:
-    """Of each lane of a bucket, in lane order."""
+    """The key of each lane of a bucket, in lane order."""
     lanes = [plan.lanes[index] for index in plan.index.buckets[bucket].lanes]
     return [noise_key(plan.seed, lane.layer, lane.head, 2) for lane in lanes]

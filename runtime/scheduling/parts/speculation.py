@@ -38,8 +38,8 @@ class Drafter(Protocol):
     """Guesses tokens. Its answers are about the sequences as they are now."""
 
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
-        """Of each token, at most ``most``, that may follow its newest: how likely the
-        guess is right where those before it are."""
+        """The chance of each token, at most ``most``, that may follow its newest: how
+        likely the guess is right where those before it are."""
         ...
 
     def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
@@ -57,8 +57,8 @@ class Speculation(StepPart):
     are never guessed.
 
     ``drafts``: sequences and steps in which it guessed; ``drafted``: tokens;
-    ``accepted``: those that were right. ``failures``: of the drafter. ``eager``: whether
-    the next step had better wait for the tokens of the last.
+    ``accepted``: those that were right. ``failures``: of the drafter. ``eager``:
+    whether the next step had better wait for the tokens of the last.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Speculation(StepPart):
         pool: PagePool,
         room: int,
     ) -> dict[Sequence, list[int]]:
-        """None past the end of a page, so that a page is only sealed full of tokens that
-        count."""
+        """None past the end of a page, so that a page is only sealed full of tokens
+        that count."""
         chances: dict[Sequence, list[float]] = {}
         for sequence in decoding:
             most = min(self._most(sequence, pool), room)
@@ -114,8 +114,7 @@ class Speculation(StepPart):
         self.eager = bool(counts) and any(s.pending for s in decoding)
         if not counts or self.eager:
             return {}
-        drafted = drafter.draft(counts)
-        pairs = zip(counts, drafted, strict=True)
+        pairs = zip(counts, drafter.draft(counts), strict=True)
         return {sequence: self._cut(sequence, tokens) for sequence, tokens in pairs}
 
     def forget(self, sequence: Sequence) -> None:
@@ -131,13 +130,12 @@ class Speculation(StepPart):
     def _most(self, sequence: Sequence, pool: PagePool) -> int:
         """Rows behind its newest token's that the page and the answer have room for."""
         page = pool.to_page_end(sequence.table)
-        left = sequence.most_tokens - sequence.length
-        return min(self.most, page - 1, left - 1)
+        return min(self.most, page - 1, sequence.most_tokens - sequence.length - 1)
 
     def _worth(
         self, chances: Mapping[Sequence, Items[float]], sequences: int, room: int
     ) -> dict[Sequence, int]:
-        """How many guesses of which sequences make the most tokens a second.
+        """The number of guesses of each sequence that make the most tokens a second.
 
         ``chances``: of each guess, that it and those before it are right.
         """
@@ -164,7 +162,7 @@ class Speculation(StepPart):
         return tokens
 
     def after(self, step: Step) -> None:
-        """Of the guesses that were tried, keep those that were right and the token after
+        """Keep of the guesses that were tried those that were right and the token after
         them. The room of the others is given back when the step is committed."""
         for chunk in step.chunks:
             if not chunk.drafts:

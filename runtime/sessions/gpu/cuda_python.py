@@ -68,8 +68,9 @@ class CudaPythonDevice:
         self._from_gpu = kinds.cudaMemcpyDeviceToHost
         self._on_gpu = kinds.cudaMemcpyDeviceToDevice
         self.call("cudaSetDevice", 0)
-        flag = self._cuda.cudaStreamNonBlocking
-        self._stream = int(self.call("cudaStreamCreateWithFlags", flag))
+        self._stream = int(
+            self.call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
+        )
 
     @property
     def name(self) -> str:
@@ -84,10 +85,9 @@ class CudaPythonDevice:
         fails."""
         status, *results = getattr(self._cuda, name)(*arguments)
         if int(status):
-            words = self._cuda.cudaGetErrorString(status)[1].decode()
             raise KvlatheError(
                 f"{name} failed on the GPU",
-                words,
+                self._cuda.cudaGetErrorString(status)[1].decode(),
                 "look at nvidia-smi; if it is well, report this",
             )
         return results[0] if results else None
@@ -115,8 +115,7 @@ class CudaPythonDevice:
 
     # -- copies ------------------------------------------------------------------------
     def send(self, target: DeviceArray, source: np.ndarray) -> None:
-        address = source.ctypes.data
-        self._copy(target.address, address, source.nbytes, self._to_gpu)
+        self._copy(target.address, source.ctypes.data, source.nbytes, self._to_gpu)
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         self._copy(target.address, source.address, source.nbytes, self._on_gpu)

@@ -92,7 +92,8 @@ class Device(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What ``work`` queues, as one CUDA graph: a function that queues it again.
+        """Capture what ``work`` queues as one CUDA graph: a function that queues it
+        again.
 
         ``work`` is not run now. Raises what it raises.
         """

@@ -27,7 +27,7 @@ from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
 PROVIDER = "CUDAExecutionProvider"
 INSTALL = "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
 ON_GPU: Mapping[str, str] = {"kvlathe.provider": "cuda"}
-"""Which operator the library registers."""
+"""The choice of the operator that the library registers."""
 
 
 def obstacle() -> str:
@@ -57,16 +57,18 @@ def open_session(
             f"{folder} cannot run on the GPU", reason, "run it on the CPU"
         )
     device, library = CudaPythonDevice(), cuda_library("ONNX Runtime's CUDA provider")
-    options = session_options(library.path, ON_GPU)
-    graph = open_graph(folder / ONNX_FILE, options, device.stream)
+    graph = open_graph(
+        folder / ONNX_FILE, session_options(library.path, ON_GPU), device.stream
+    )
     pool = allocate_pool(device, library, plan, arena_bytes)
-    compute = OnnxCompute(graph, "cuda")
-    return DeviceSession(device, library, plan, limits, pool, compute)
+    return DeviceSession(
+        device, library, plan, limits, pool, OnnxCompute(graph, "cuda")
+    )
 
 
 def session_options(library: Path, entries: Mapping[str, str]) -> ort.SessionOptions:
-    """How ONNX Runtime opens a graph: with the operator of ``library`` that ``entries``
-    name."""
+    """Options with which ONNX Runtime opens a graph: with the operator of ``library``
+    that ``entries`` name."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     # Buffers are those of the step before, in CUDA graphs too.

@@ -77,17 +77,13 @@ class DevicePages(PageMover):
             self._kernels.seal(fresh, bucket, of_pair, self.device.stream)
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
-        to_page = self._page(bucket, target)
-        from_page = self._page(bucket, source)
-        self.device.copy(to_page, from_page)
+        self.device.copy(self._page(bucket, target), self._page(bucket, source))
 
     def read_page(self, bucket: int, page: int) -> bytes:
-        memory = self._page(bucket, page)
-        return self.device.fetch(memory).tobytes()
+        return self.device.fetch(self._page(bucket, page)).tobytes()
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        memory = self._page(bucket, page)
-        self.device.send(memory, np.frombuffer(data, BYTE))
+        self.device.send(self._page(bucket, page), np.frombuffer(data, BYTE))
 
     def _page(self, bucket: int, page: int) -> DeviceArray:
         stride = self.strides[bucket]

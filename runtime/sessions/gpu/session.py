@@ -44,13 +44,14 @@ NOTHING: Bindings = {}
 
 
 class Compute(Protocol):
-    """What runs an engine's model. It queues work on the device's stream and waits for
-    nothing, so that a step can be captured. Only where ``mass`` is asked for may it wait."""
+    """The model of an engine, which can be run. It queues work on the device's stream
+    and waits for nothing, so that a step can be captured. Only where ``mass`` is asked
+    for may it wait."""
 
     @property
     def outputs(self) -> frozenset[str]:
-        """What it writes: ``logits`` [R, vocab] float32, ``rows`` [T, all ranks]
-        float16 (the step's K and V)."""
+        """The names of what it writes: ``logits`` [R, vocab] float32, ``rows`` [T, all
+        ranks] float16 (the step's K and V)."""
         ...
 
     @property
@@ -67,7 +68,8 @@ class Compute(Protocol):
 @dataclass(frozen=True, eq=False)
 class DecodeGraph:
     """A decode step of fixed sizes as a CUDA graph, whose padding rows write nothing.
-    ``arrays`` are in ``buffer``. ``replay`` queues the step that was sent there last."""
+    ``arrays`` are in ``buffer``. ``replay`` queues the step that was sent there
+    last."""
 
     buffer: StepBuffer
     arrays: StepArrays
@@ -133,11 +135,10 @@ class DeviceSession(DevicePages, Session):
     def launch_alone(
         self, step: StepPlan, kind: StepKind, observes: bool, more: Bindings = NOTHING
     ) -> DeviceArray:
-        """Without a graph. ``observes``: rows may be observed. ``more``: what is written
-        beside the logits, for those that ask."""
+        """Without a graph. ``observes``: rows may be observed. ``more``: what is
+        written beside the logits, for those that ask."""
         logits = self.room_for(max(self.compute.least_rows, len(step.logit_rows)))
-        arrays = self.sent(step, self._buffer, kind, observes)
-        self._queue(arrays, logits, more)
+        self._queue(self.sent(step, self._buffer, kind, observes), logits, more)
         return self._rows_of(logits, len(step.logit_rows))
 
     def sent(
@@ -195,14 +196,15 @@ class DeviceSession(DevicePages, Session):
     ) -> None:
         outputs = {"logits": self._rows_of(logits, step.form.rows), **more}
         for name, array in self._outputs.items():
-            shape = (step.form.tokens, *array.shape[1:])
-            outputs[name] = array.view(0, shape, array.dtype)
+            outputs[name] = array.view(
+                0, (step.form.tokens, *array.shape[1:]), array.dtype
+            )
         self.compute.queue(step, outputs)
 
     # -- memory ------------------------------------------------------------------------
     @property
     def columns(self) -> int:
-        """Of the logits that are computed here."""
+        """The columns of the logits that are computed here."""
         return self.plan.model.vocab_size
 
     def _query_offsets(self) -> Bindings:
@@ -213,14 +215,14 @@ class DeviceSession(DevicePages, Session):
         return {"query_offsets": array.view(0, (tokens,), INT32)}
 
     def _allocate_outputs(self) -> Bindings:
-        """What ``compute`` writes beside the logits."""
+        """Arrays that ``compute`` writes beside the logits."""
         width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
         tokens = max(self.limits.max_num_tokens, self.limits.max_batch_size)
         arrays: dict[str, DeviceArray] = {}
         if "rows" in self.compute.outputs:
-            size = tokens * width * HALF.itemsize
-            block = self.device.allocate(size, "what a step gives")
-            arrays["rows"] = block.view(0, (tokens, width), HALF)
+            arrays["rows"] = self.device.allocate(
+                tokens * width * HALF.itemsize, "what a step gives"
+            ).view(0, (tokens, width), HALF)
         return arrays
 
     def room_for(self, rows: int) -> DeviceArray:
@@ -230,8 +232,7 @@ class DeviceSession(DevicePages, Session):
         return self._logits
 
     def _logits_of(self, rows: int) -> DeviceArray:
-        size = rows * self.columns * FLOAT.itemsize
-        return self.device.allocate(size, "logits")
+        return self.device.allocate(rows * self.columns * FLOAT.itemsize, "logits")
 
     def _rows_of(self, logits: DeviceArray, rows: int) -> DeviceArray:
         return logits.view(0, (rows, self.columns), FLOAT)
@@ -241,8 +242,9 @@ def pool_views(pool: DeviceArray, unit: int) -> Bindings:
     """The pool as Attend reads it: arrays [n, unit] of every 16-bit plan's formats."""
     views: dict[str, DeviceArray] = {}
     for name, dtype in (("pool_f16", HALF), ("pool_u8", BYTE)):
-        units = pool.nbytes // (dtype.itemsize * unit)
-        views[name] = pool.view(0, (units, unit), dtype)
+        views[name] = pool.view(
+            0, (pool.nbytes // (dtype.itemsize * unit), unit), dtype
+        )
     return views
 
 

@@ -1,6 +1,6 @@
-"""What a session of the cuda backend keeps on the GPU beside weights and pages: room for
-16-bit copies of sealed pages, hidden states of prompts that pass stages, scratch pages,
-and what steps take that observe a prefix which is compacted."""
+"""Memory that a session of the cuda backend keeps on the GPU beside weights and pages:
+room for 16-bit copies of sealed pages, hidden states of prompts that pass stages,
+scratch pages, and what steps take that observe a prefix which is compacted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COPY_OWNER, COPY_HEADER = 8, 1 << 16
 """Bytes that a copied page takes beside itself, and those of the tables in front
 (prompt_copies.cu)."""
 LEAST_SHARE = 64
-"""Copies take this part of a GPU's memory at most. What finds no room is converted where
-it is attended, which is slower."""
+"""Copies take this part of a GPU's memory at most. What finds no room is converted
+where it is attended, which is slower."""
 STAGED_PROMPTS, STAGED_COPIES, HALF = 2, 2, 2
-"""Prompts between stages at a time, what each keeps there while rows leave, and bytes of
-a number."""
+"""Prompts between stages at a time, what each keeps there while rows leave, and bytes
+of a number."""
 SCRATCH_PAGES = 8
 """Pages of tokens that are gathered at once before they are sealed."""
 TILE, TILES, SCORE = 1 << 24, 4, 4
@@ -29,7 +29,8 @@ KEY = HALF + SCORE
 def side_bytes(
     plan: CompressionPlan, limits: Limits, total: int, copies: bool = True
 ) -> int:
-    """All of it on a GPU of ``total`` bytes. ``copies``: whether its kernels read any."""
+    """All of it on a GPU of ``total`` bytes. ``copies``: whether its kernels read
+    any."""
     staged = 0
     if len(plan.index.passes(limits.max_seq_len)) > 1:
         rows = STAGED_PROMPTS * STAGED_COPIES * limits.max_seq_len
@@ -55,7 +56,7 @@ def scratch_bytes(plan: CompressionPlan) -> int:
 
 
 def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
-    """What the largest step that observes a prefix takes beside other steps
+    """Bytes that the largest step that observes a prefix takes beside other steps
     (torch_cuda/attention/observing.py): tiles of scores, the keys of a lane, and what
     each token is given. 0 where no prefix is compacted."""
     if plan.index.compaction is None:
@@ -71,14 +72,13 @@ def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     places = rows
     for bucket in plan.index.buckets:
         places += keys if bucket.is_hot else page
-    given = len(plan.lanes) * places * SCORE
-    return scores + of_a_lane + given
+    return scores + of_a_lane + len(plan.lanes) * places * SCORE
 
 
 def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
-    """Bytes for the copies of as many sequences as a step has whole chunks, each as long
-    as any may be; less on a GPU of few ``total`` bytes. Sequences with shorter chunks may
-    be more, and some of them find none."""
+    """Bytes for the copies of as many sequences as a step has whole chunks, each as
+    long as any may be; less on a GPU of few ``total`` bytes. Sequences with shorter
+    chunks may be more, and some of them find none."""
     chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
     sequences = min(chunks, limits.max_batch_size)
     return within_share(copies_bytes(plan, limits.max_seq_len, sequences), total)
@@ -86,13 +86,12 @@ def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
 
 def within_share(size: int, total: int) -> int:
     """``size`` bytes of copies, or as many as a GPU of ``total`` bytes has for them."""
-    share = total // LEAST_SHARE
-    return min(size, share + COPY_HEADER)
+    return min(size, total // LEAST_SHARE + COPY_HEADER)
 
 
 def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
-    """Bytes of 16-bit copies of as many ``sequences`` of ``tokens`` sealed tokens in the
-    layer whose copies are largest; 0 where no page is coded (prompt_copies.cu)."""
+    """Bytes of 16-bit copies of as many ``sequences`` of ``tokens`` sealed tokens in
+    the layer whose copies are largest; 0 where no page is coded (prompt_copies.cu)."""
     page = plan.page_tokens
     layers: list[int] = [0] * plan.model.layers
     for part in plan.index.parts:

@@ -46,12 +46,12 @@ NO_SHORT_ROWS = ShortRows(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
 @dataclass(frozen=True)
 class StepKind:
-    """What the sequences of a step bring.
+    """The kind of a step, by what its sequences bring.
 
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
-    ``short``: the other sequences, of a step that is no decode. ``chunks``: whether there
-    are prompt chunks.
+    ``short``: the other sequences, of a step that is no decode. ``chunks``: whether
+    there are prompt chunks.
     """
 
     decode: bool
@@ -80,13 +80,11 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
         return StepKind(False, 0, chunks=True)
     rows = int(step.cu_seqlens_q[short[-1] + 1])
     chunks = bool((counts >= LEAST_CHUNK).any())
-    brought = ShortRows(counts[short], step.lengths[short])
-    return StepKind(False, rows, brought, chunks)
+    return StepKind(False, rows, ShortRows(counts[short], step.lengths[short]), chunks)
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
-    batch = len(step.cu_seqlens_q) - 1
-    if not len(step.input_ids) == len(step.logit_rows) == batch:
+    if not len(step.input_ids) == len(step.logit_rows) == len(step.cu_seqlens_q) - 1:
         return False
     if len(step.query_offsets) != 1:
         return False
@@ -98,8 +96,7 @@ def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:
     """The batch sizes that get a graph in an engine of ``largest`` sequences."""
-    smaller = [size for size in GRAPH_BATCH_SIZES if size < largest]
-    return (*smaller, largest)
+    return (*[size for size in GRAPH_BATCH_SIZES if size < largest], largest)
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ class StepForm:
 
     @classmethod
     def largest(cls, plan: CompressionPlan, limits: Limits) -> StepForm:
-        """Of any step that an engine takes."""
+        """The form that holds any step that an engine takes."""
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
         widths = (pages,) * len(plan.index.buckets)
@@ -152,7 +149,7 @@ class StepForm:
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """Where each array begins in the block, in elements."""
+        """The place where each array begins in the block, in elements."""
         places: dict[str, int] = {}
         end = 0
         for name, shape in self.shapes.items():
@@ -162,7 +159,7 @@ class StepForm:
 
     @cached_property
     def size(self) -> int:
-        """Of the block, in elements."""
+        """The size of the block, in elements."""
         return sum(_aligned(shape) for shape in self.shapes.values())
 
     def cut(self, block: Int32) -> dict[str, Int32]:
@@ -193,8 +190,9 @@ class StepForm:
         if self.observes:
             rows = observed_rows(step)
             arrays["observed_rows"][: len(rows)] = rows
-            starts = np.searchsorted(rows, step.cu_seqlens_q)
-            arrays["observed_starts"][: batch + 1] = starts
+            arrays["observed_starts"][: batch + 1] = np.searchsorted(
+                rows, step.cu_seqlens_q
+            )
             arrays["observed_starts"][batch + 1 :] = len(rows)
 
 
@@ -256,20 +254,21 @@ class StepBuffer:
         self._turn ^= 1
         host = self._hosts[self._turn][: form.size]
         self._sent[self._turn]()  # the copy of two steps ago
-        whole = form is self.form
-        form.write(step, self._arrays[self._turn] if whole else form.cut(host))
+        form.write(
+            step, self._arrays[self._turn] if form is self.form else form.cut(host)
+        )
         self.device.send(self.block, host)
         self._sent[self._turn] = self.device.mark()
 
     def clear(self) -> None:
         """Queue zeros: a step of padding rows."""
-        zeros = np.zeros(self.form.size, INT32)
-        self.device.send(self.block, zeros)
+        self.device.send(self.block, np.zeros(self.form.size, INT32))
 
     def bindings(self, form: StepForm) -> Bindings:
-        """Where the arrays of a step in ``form`` are."""
+        """The arrays of a step in ``form``, as they lie in the block."""
         arrays: dict[str, DeviceArray] = {}
         for name, shape in form.shapes.items():
-            offset = INT32.itemsize * form.places[name]
-            arrays[name] = self.block.view(offset, shape, INT32)
+            arrays[name] = self.block.view(
+                INT32.itemsize * form.places[name], shape, INT32
+            )
         return arrays

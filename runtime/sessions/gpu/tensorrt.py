@@ -83,8 +83,7 @@ class TensorRTCompute:
     ) -> None:
         """Raises KvlatheError for an engine whose tensors are not those of ``plan``."""
         self._engine = engine
-        count = engine.num_io_tensors
-        self.tensors = [engine.get_tensor_name(i) for i in range(count)]
+        self.tensors = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         self._check_tensors(trt, tensor_types(plan))
         self._decode = Context(engine, DECODE, stream)
         self._mixed = Context(engine, MIXED, stream)
@@ -179,13 +178,11 @@ def load_engine(trt: Any, path: Path) -> Any:  # noqa: ANN401
             logger.last_error,
             "build it again: docs/native.md",
         )
-    runtime = trt.Runtime(logger)
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    engine = trt.Runtime(logger).deserialize_cuda_engine(path.read_bytes())
     if engine is None:
-        reason = logger.last_error or "it gave no reason"
         raise KvlatheError(
             f"TensorRT does not take {path} here",
-            reason,
+            logger.last_error or "it gave no reason",
             "build it here, or with --backend cuda",
         )
     return engine

@@ -25,7 +25,7 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.shares import whole
+from kvlathe.runtime.sessions.substeps import whole
 
 
 class NativeSession(OrtSession):
@@ -33,7 +33,7 @@ class NativeSession(OrtSession):
     (Native.load)."""
 
     element_bits = 32
-    """Of the engine's numbers."""
+    """Bits of the engine's numbers."""
 
     def __init__(
         self,
@@ -63,14 +63,15 @@ class NativeSession(OrtSession):
         options.register_custom_ops_library(str(self.library.path))
         return options
 
-    shares = staticmethod(whole)
+    substeps = staticmethod(whole)
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """As OrtSession.run. Where tokens are never ranked, a step without weights
         observes nothing, and the operator is told so."""
         if self._observes_seldom and step.observation_weights is None:
-            nothing = np.zeros(0, np.float32)
-            step = dataclasses.replace(step, observation_weights=nothing)
+            step = dataclasses.replace(
+                step, observation_weights=np.zeros(0, np.float32)
+            )
         return super().run(step)
 
     def append(
@@ -86,8 +87,7 @@ class NativeSession(OrtSession):
         target: int,
         positions: Sequence[Positions],
     ) -> None:
-        target_page = self.rows[cold][target]
-        self._writer.seal(fresh, cold, [(source, target_page, positions)])
+        self._writer.seal(fresh, cold, [(source, self.rows[cold][target], positions)])
 
     def copy_tokens(
         self,
@@ -102,7 +102,8 @@ class NativeSession(OrtSession):
 
 
 class HalfSession(NativeSession):
-    """Of a float16 engine: Attend computes in float32 and rounds its outputs."""
+    """A session of a float16 engine: Attend computes in float32 and rounds its
+    outputs."""
 
     element_bits = 16
 
@@ -111,13 +112,13 @@ SESSIONS = {"float32": NativeSession, "float16": HalfSession}
 
 
 def session_class(manifest: Manifest) -> type[OrtSession]:
-    """What runs an engine of the onnxruntime backend in this process."""
+    """The class that runs an engine of the onnxruntime backend in this process."""
     return OrtSession if obstacle(manifest) else SESSIONS[manifest.compute_dtype]
 
 
 def attention(manifest: Manifest) -> str:
-    """What runs kvlathe::Attend of this engine in this process, and if it is not the
-    native library, why."""
+    """The code that runs kvlathe::Attend of this engine in this process, and if it is
+    not the native library, why."""
     reason, library = obstacle(manifest), native.find().native
     if reason or library is None:
         return f"{OrtSession.attention}; NOT the native kernels: {reason}"

@@ -25,8 +25,8 @@ from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages, typed_views
 from kvlathe.runtime.sessions.host.ragged import by_size
 from kvlathe.runtime.sessions.protocols import Session, StepPlan
-from kvlathe.runtime.sessions.shares import Share, whole
 from kvlathe.runtime.sessions.steps import check_step
+from kvlathe.runtime.sessions.substeps import Substep, whole
 
 
 class Graph:
@@ -63,14 +63,12 @@ class Graph:
         """Raises KvlatheError where the graph was exported for another plan: it would
         fail in its first step, or read rows as what they are not."""
         lanes = (lane for lane in self.plan.lanes if not lane.removed)
-        pool = dict.fromkeys(POOLS, self.plan.index.unit)
-        widths = pool | {
+        widths = dict.fromkeys(POOLS, self.plan.index.unit) | {
             "lengths": len(self.buckets),
             "logits": self.plan.model.vocab_size,
             "rows": sum(lane.rank_k + lane.rank_v for lane in lanes),
         }
-        graph = (*self._session.get_inputs(), *self._session.get_outputs())
-        for entry in graph:
+        for entry in (*self._session.get_inputs(), *self._session.get_outputs()):
             width = widths.get(entry.name)
             if width is not None and entry.shape[-1] != width:
                 raise KvlatheError(
@@ -81,10 +79,9 @@ class Graph:
 
     def bind(self, memory: npt.NDArray[np.uint8]) -> None:
         """Read the cache from ``memory``."""
-        views = typed_views(memory, self.plan.index.unit)
         self.pool = {
             n: ort.OrtValue.ortvalue_from_numpy(view)
-            for n, view in views.items()
+            for n, view in typed_views(memory, self.plan.index.unit).items()
             if n in self._inputs
         }
 
@@ -132,9 +129,9 @@ class OrtSession(HostPages, Session):
     if ONNX Runtime refuses one."""
 
     attention = "the function that the ONNX model carries (standard operators, CPU)"
-    """What runs kvlathe::Attend here."""
-    shares: Callable[[StepPlan, int, int], Iterator[Share]] = staticmethod(by_size)
-    """How what passes a stage is cut up, given the tokens of a page."""
+    """The code that runs kvlathe::Attend here."""
+    substeps: Callable[[StepPlan, int, int], Iterator[Substep]] = staticmethod(by_size)
+    """The way in which a stage's sequences are cut up, given the tokens of a page."""
 
     def __init__(
         self,
@@ -155,11 +152,11 @@ class OrtSession(HostPages, Session):
             graph.bind(self.memory)
         # Whether a step passes one graph as it is, and nothing is observed.
         self._one_graph = (
-            self.shares is whole and not plan.stages and not plan.index.observes
+            self.substeps is whole and not plan.stages and not plan.index.observes
         )
 
     def options(self, threads: int | None) -> ort.SessionOptions:
-        """How ONNX Runtime opens the model."""
+        """Options with which ONNX Runtime opens the model."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = machine.threads(threads)
         options.inter_op_num_threads = 1
@@ -178,25 +175,26 @@ class OrtSession(HostPages, Session):
             out, rows = self.graphs[0].run(step, None)
             self.append(step, rows)
             return out.astype(np.float32, copy=False)
-        vocabulary = self.plan.model.vocab_size
-        logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
+        logits = np.empty(
+            (len(step.logit_rows), self.plan.model.vocab_size), np.float32
+        )
         hidden = passes.entering(step, self._width)
         last = len(self.graphs) - 1
         observed: list[tuple[StepPlan, npt.NDArray[np.float32], int]] = []
         for stage, graph in enumerate(self.graphs):
-            for share in self.shares(step, stage, self.plan.page_tokens):
-                source = hidden[share.tokens] if stage else None
-                out, rows, *attention = graph.run(share.step, source)
-                self.append(share.step, rows, stage)
+            for substep in self.substeps(step, stage, self.plan.page_tokens):
+                source = hidden[substep.tokens] if stage else None
+                out, rows, *attention = graph.run(substep.step, source)
+                self.append(substep.step, rows, stage)
                 for attended in attention:
-                    observed.append((share.step, attended, stage))
-                    passes.observe(self.plan, step, share, attended, stage)
+                    observed.append((substep.step, attended, stage))
+                    passes.observe(self.plan, step, substep, attended, stage)
                     if step.observed_attention is not None:
-                        self._keep_attention(step, share, graph, attended)
+                        self._keep_attention(step, substep, graph, attended)
                 if stage == last:
-                    logits[share.logits] = out
+                    logits[substep.logits] = out
                 else:
-                    hidden[share.tokens] = out
+                    hidden[substep.tokens] = out
         passes.leave(step, hidden)
         self.page_scores.observe(observed)  # once nothing can fail any more
         return logits
@@ -204,14 +202,14 @@ class OrtSession(HostPages, Session):
     def _keep_attention(
         self,
         step: StepPlan,
-        share: Share,
+        substep: Substep,
         graph: Graph,
         attended: npt.NDArray[np.float32],
     ) -> None:
-        """Put what a share's observed rows ``attended`` [b, lanes, N] where it belongs
-        in the step's ``observed_attention``.
+        """Put what a substep's observed rows ``attended`` [b, lanes, N] where it
+        belongs in the step's ``observed_attention``.
 
-        N counts the places of the graph's buckets, in the width of the share's page
+        N counts the places of the graph's buckets, in the width of the substep's page
         tables, then its queries. In the step there are all buckets, in its own width.
         """
         assert step.observed_attention is not None
@@ -221,18 +219,18 @@ class OrtSession(HostPages, Session):
         starts = np.cumsum([0, *widths]).tolist()
         at = 0
         for bucket in graph.buckets:
-            size = share.step.page_tables[bucket].shape[1] * page
+            size = substep.step.page_tables[bucket].shape[1] * page
             start = starts[bucket]
             places = slice(start, start + size)
-            of_step[share.sequences, :, places] = attended[:, :, at : at + size]
+            of_step[substep.sequences, :, places] = attended[:, :, at : at + size]
             at += size
         fresh = attended[:, :, at:]
         places = slice(starts[-1], starts[-1] + fresh.shape[2])
-        of_step[share.sequences, :, places] = fresh
+        of_step[substep.sequences, :, places] = fresh
 
     @property
     def _width(self) -> int:
-        """Of the hidden states between two stages, where there are any."""
+        """The width of the hidden states between two stages, where there are any."""
         return self.plan.model.hidden_size if len(self.graphs) > 1 else 0
 
 

@@ -1,5 +1,5 @@
-"""PageScores: the observed attention (and position) of every ranked token, inside its page
-(kvlathe/plan/layout.py), in host memory.
+"""PageScores: the observed attention (and position) of every ranked token, inside its
+page (kvlathe/plan/layout.py), in host memory.
 
 They are part of the page, so copying, swapping and counting pages needs no word about
 them.
@@ -41,15 +41,14 @@ class PageScores:
         self._undo: list[tuple[int, npt.NDArray[np.int32], Float32]] = []
 
     def _field(self, bucket: int, table: Table, kind: np.dtype) -> np.ndarray:
-        """Attention or position of every token of the pages in ``table``: a view [pages,
-        lanes, P]."""
+        """Attention or position of every token of the pages in ``table``: a view
+        [pages, lanes, P]."""
         shape = (len(self._lanes[bucket]), self.plan.page_tokens)
         size = 4 * shape[0] * shape[1]
         start = self.layout.scores_at(bucket)
         if kind is POSITION:
             start += size
-        numbers = table[:, start : start + size].view(kind)
-        return numbers.reshape(len(table), *shape)
+        return table[:, start : start + size].view(kind).reshape(len(table), *shape)
 
     # -- a step ------------------------------------------------------------------------
     def observe(self, parts: Iterable[tuple[StepPlan, Float32, int]]) -> None:
@@ -73,16 +72,14 @@ class PageScores:
             if self._scored[bucket]:
                 of_lanes = attention[:, self._stage_lanes[bucket]]
                 cached = of_lanes[:, :, start:end]
-                fresh = of_lanes[:, :, ends[-1] :]
-                self._add_to_bucket(step, bucket, cached, fresh)
+                self._add_to_bucket(step, bucket, cached, of_lanes[:, :, ends[-1] :])
 
     def _add_to_bucket(
         self, step: StepPlan, bucket: int, cached: Float32, fresh: Float32
     ) -> None:
         """``cached`` [B, lanes, places of the bucket], ``fresh`` [B, lanes, new
         tokens]."""
-        starts = step.cu_seqlens_q.tolist()
-        for b, (start, stop) in enumerate(pairwise(starts)):
+        for b, (start, stop) in enumerate(pairwise(step.cu_seqlens_q.tolist())):
             if start == stop:
                 continue
             new = stop - start if self.plan.index.buckets[bucket].is_hot else 0
@@ -121,8 +118,7 @@ class PageScores:
         start, stop = step.cu_seqlens_q[b : b + 2].tolist()
         first = int(step.lengths[b, bucket])
         places = np.arange(first, first + stop - start)
-        page_table = step.page_tables[bucket][b]
-        pages = page_table[places // p]
+        pages = step.page_tables[bucket][b][places // p]
         within = places % p
         known = self._field(bucket, self.rows[bucket], POSITION)
         known[pages, :, within] = step.positions[start:stop, None]
@@ -139,10 +135,8 @@ class PageScores:
         table = self.rows[bucket][list(pages)]
 
         def flat(kind: np.dtype) -> np.ndarray:
-            by_page = self._field(bucket, table, kind)
-            by_lane = by_page.transpose(1, 0, 2)
-            every = by_lane.reshape(len(by_lane), -1)
-            return every[:, :tokens]
+            by_lane = self._field(bucket, table, kind).transpose(1, 0, 2)
+            return by_lane.reshape(len(by_lane), -1)[:, :tokens]
 
         return Scores(
             flat(ATTENTION), flat(POSITION) if self.plan.index.keeps_positions else None
@@ -158,21 +152,19 @@ class PageScores:
         ranked on."""
         if not (self._scored[source] and self._scored[target]):
             return
-        place_of = self._lanes[source].index
-        places = [place_of(lane) for lane in self._lanes[target]]
+        places = [self._lanes[source].index(lane) for lane in self._lanes[target]]
         kinds: list[np.dtype] = [ATTENTION]
         if self.plan.index.keeps_positions:
             kinds.append(POSITION)
         for kind in kinds:
-            known = self._field(source, page[None], kind)
             copy = self._field(target, target_page[None], kind)
-            copy[:] = known[:, places]
+            copy[:] = self._field(source, page[None], kind)[:, places]
 
     def positions(
         self, bucket: int, page: Table, lanes: Sequence[int]
     ) -> list[Positions]:
-        """Of each lane's tokens in a page [page_stride] where they are kept, [P]; else
-        0."""
+        """Positions of each lane's tokens in a page [page_stride] where they are kept,
+        [P]; else 0."""
         if not (self._scored[bucket] and self.plan.index.keeps_positions):
             return [0] * len(lanes)
         known = self._field(bucket, page[None], POSITION)[0]
@@ -182,8 +174,8 @@ class PageScores:
 def _stage_lanes(
     plan: CompressionPlan, stage: int, lanes: Sequence[int]
 ) -> slice | list[int]:
-    """Where a bucket's ``lanes`` are among the kept ones of its stage; a slice, which
-    copies nothing, if all are."""
+    """The places of a bucket's ``lanes`` among the kept ones of its stage; a slice,
+    which copies nothing, if all are."""
     layers = plan.index.layers_of(stage)
     kept = [
         i

@@ -47,8 +47,8 @@ INT32_UNITS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """Where the cells of a token's row go in a fresh bucket: ``source`` to ``base +
-    place * step`` of its page."""
+    """The places to which the cells of a token's row go in a fresh bucket: ``source``
+    to ``base + place * step`` of its page."""
 
     bucket: int
     stride: int  # cells of a page
@@ -111,7 +111,7 @@ class HostPages(PageMover):
         ]
 
     def _scatters_of(self, stage: int) -> list[_Scatter]:
-        """Of the fresh buckets in the layers of a stage."""
+        """The scatters of the fresh buckets in the layers of a stage."""
         starts = row_offsets(self.plan, stage)
         index = self.plan.index
         hot = [b for b in index.buckets_of(stage) if index.buckets[b].is_hot]
@@ -137,9 +137,7 @@ class HostPages(PageMover):
         """Write ``rows`` [T, width of the stage's lanes] in the hot format to the
         places after ``step.lengths`` in its fresh buckets."""
         starts, p = step.cu_seqlens_q, self.plan.page_tokens
-        counts = starts[1:] - starts[:-1]
-        sequences = np.arange(len(starts) - 1)
-        sequence = np.repeat(sequences, counts)
+        sequence = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
         nth = np.arange(len(sequence)) - starts[sequence]
         cells = np.ascontiguousarray(rows[: len(sequence)]).view(self._cell)
         for scatter in self._scatters[stage]:
@@ -345,18 +343,16 @@ def aligned_bytes(rows: int, stride: int) -> npt.NDArray[np.uint8]:
     size = rows * stride
     memory = np.zeros(size + 128, np.uint8)
     first = -memory.ctypes.data % 128
-    aligned = memory[first : first + size]
-    return aligned.reshape(rows, stride)
+    return memory[first : first + size].reshape(rows, stride)
 
 
 def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
-    """Where K and V of each kept lane of a stage begin in a token's row: layer by
-    layer, K of all lanes, then V."""
+    """The places where K and V of each kept lane of a stage begin in a token's row:
+    layer by layer, K of all lanes, then V."""
     offsets, at, heads = {}, 0, plan.model.kv_heads
     for layer in plan.index.layers_of(stage):
         indices = [layer * heads + lane.head for lane in plan.index.active(layer)]
-        width_k = sum(plan.lanes[i].rank_k for i in indices)
-        k, v = at, at + width_k
+        k, v = at, at + sum(plan.lanes[i].rank_k for i in indices)
         for i in indices:
             offsets[i] = (k, v)
             k, v = k + plan.lanes[i].rank_k, v + plan.lanes[i].rank_v

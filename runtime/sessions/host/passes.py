@@ -9,15 +9,15 @@ import numpy.typing as npt
 
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.protocols import Float32, Int32, PassRows, StepPlan
-from kvlathe.runtime.sessions.shares import Share
+from kvlathe.runtime.sessions.substeps import Substep
 
 Masses = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class HostRows:
-    """As HiddenRows. ``hidden`` [n, D]; ``known`` [n]; ``attention`` [n]: what observed rows
-    have given each in the pass's last layer."""
+    """As HiddenRows. ``hidden`` [n, D]; ``known`` [n]; ``attention`` [n]: what observed
+    rows have given each in the pass's last layer."""
 
     hidden: Float32
     known: Int32
@@ -28,9 +28,7 @@ class HostRows:
 
     def stay(self, count: int, last: int) -> HostRows:
         kept = survivors(self.attention, count, last)
-        hidden = self.hidden[kept]
-        known = self.known[kept]
-        return HostRows(hidden, known, np.zeros(count))
+        return HostRows(self.hidden[kept], self.known[kept], np.zeros(count))
 
 
 def survivors(attention: Masses, count: int, last: int) -> npt.NDArray[np.intp]:
@@ -39,8 +37,7 @@ def survivors(attention: Masses, count: int, last: int) -> npt.NDArray[np.intp]:
     ranked = attention.copy()
     first = len(ranked) - min(last, count)
     ranked[first:] = np.inf
-    order = np.argsort(-ranked, kind="stable")
-    return np.sort(order[:count])
+    return np.sort(np.argsort(-ranked, kind="stable")[:count])
 
 
 def host_rows(rows: object) -> HostRows:
@@ -56,8 +53,7 @@ def entering(step: StepPlan, width: int) -> Float32:
         if part.leaves:
             part.left = _left(part, width)
         if part.entered is not None:
-            entered = host_rows(part.entered)
-            hidden[part.rows] = entered.hidden[part.places]
+            hidden[part.rows] = host_rows(part.entered).hidden[part.places]
     return hidden
 
 
@@ -70,31 +66,32 @@ def leave(step: StepPlan, hidden: Float32) -> None:
 
 
 def _left(part: PassRows, width: int) -> HostRows:
-    """What has left so far."""
+    """The rows that have left so far."""
     if part.left is not None:
         return host_rows(part.left)
     known = np.arange(part.count, dtype=np.int32)
     if part.entered is not None:
         known = host_rows(part.entered).known
-    shape = (part.count, width)
-    hidden = np.empty(shape, np.float32)
-    attention = np.zeros(part.count)
-    return HostRows(hidden, known, attention)
+    hidden = np.empty((part.count, width), np.float32)
+    return HostRows(hidden, known, np.zeros(part.count))
 
 
 def observe(
-    plan: CompressionPlan, step: StepPlan, share: Share, attended: Float32, stage: int
+    plan: CompressionPlan,
+    step: StepPlan,
+    substep: Substep,
+    attended: Float32,
+    stage: int,
 ) -> None:
     """Add what observed rows gave the rows of their passes, where these end with
     ``stage``.
 
-    ``attended`` [b, lanes of the stage, N]: of the sequences of ``share``. N counts the
-    places of the stage's buckets, then the new tokens.
+    ``attended`` [b, lanes of the stage, N]: of the sequences of ``substep``. N counts
+    the places of the stage's buckets, then the new tokens.
     """
     if step.passes is None or step.stages is None:
         return
-    every = np.arange(len(step.lengths))
-    sequences = every[share.sequences].tolist()
+    sequences = np.arange(len(step.lengths))[substep.sequences].tolist()
     for row, b in zip(attended, sequences, strict=True):
         part = step.passes[b]
         ends = step.stages[b, 1] == stage + 1
@@ -104,7 +101,7 @@ def observe(
         total = left.attention.copy()
         total[: part.end] += _given(
             plan,
-            share.step,
+            substep.step,
             row,
             stage,
             part,

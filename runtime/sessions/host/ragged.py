@@ -1,4 +1,4 @@
-"""Shares of a step: the sequences that pass a stage and, for sessions that pad, those
+"""Substeps of a step: the sequences that pass a stage and, for sessions that pad, those
 of them that are alike in size.
 
 The exported function computes squares: [sequences, most queries] by the most cached
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.shares import Share, passing, share_of, whole
+from kvlathe.runtime.sessions.substeps import Substep, passing, substep_of, whole
 
 
-def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
-    """What passes a stage: together the sequences whose query counts have equally many
-    binary digits, and whose cached pages do. The page tables of a share are as wide as
-    its longest sequence needs.
+def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Substep]:
+    """Substeps of what passes a stage: together the sequences whose query counts have
+    equally many binary digits, and whose cached pages do. The page tables of a substep
+    are as wide as its longest sequence needs.
 
     Sequences without queries are left out unless there is only one size.
     """
@@ -30,8 +30,7 @@ def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
         yield from whole(step, stage)
         return
     counts = np.diff(step.cu_seqlens_q)
-    present = passing(step, stage)
-    active = present & (counts > 0)
+    active = passing(step, stage) & (counts > 0)
     pages = _pages(step, page_tokens)
     kinds = np.stack([_digits(counts), _digits(pages.sum(1))], axis=1)
     sizes = np.unique(kinds[active], axis=0)
@@ -40,19 +39,18 @@ def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
         return
     for size in sizes:
         chosen = active & (kinds == size).all(1)
-        share = share_of(step, chosen)
-        yield share._replace(step=_narrowed(share.step, pages[chosen].max(0)))
+        substep = substep_of(step, chosen)
+        yield substep._replace(step=_narrowed(substep.step, pages[chosen].max(0)))
 
 
 def _digits(counts: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-    """How many binary digits each count has."""
+    """The number of binary digits of each count."""
     return np.frexp(counts)[1]
 
 
 def _pages(step: StepPlan, page_tokens: int) -> npt.NDArray[np.integer]:
     """Pages [B, buckets] that hold each sequence's cached tokens and its new ones."""
-    counts = np.diff(step.cu_seqlens_q)
-    return -(-(step.lengths + counts[:, None]) // page_tokens)
+    return -(-(step.lengths + np.diff(step.cu_seqlens_q)[:, None]) // page_tokens)
 
 
 def _narrowed(step: StepPlan, pages: npt.NDArray[np.integer]) -> StepPlan:

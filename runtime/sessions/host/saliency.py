@@ -1,6 +1,6 @@
-"""Which tokens of each lane are the most salient (kvlathe/plan/token_score.py), from the
-scores in their pages, or from their keys and values, in numpy. torch_cuda/tokens/
-computes the same."""
+"""The most salient tokens of each lane (kvlathe/plan/token_score.py), from the scores in
+their pages, or from their keys and values, in numpy. torch_cuda/tokens/ computes the
+same."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def saliency(
     keys: Sequence[int] = (),
 ) -> Floats:
     """[lanes, n] from the scores of n tokens. ``seen``: observed rows at or after each
-    position, for a normalized observation window; ``keys``: of each lane's noise, for a noisy
-    one."""
+    position, for a normalized observation window; ``keys``: of each lane's noise, for a
+    noisy one."""
     salient = scores.attention.astype(np.float32, copy=True)
     if observation.normalized:
         assert seen is not None and scores.position is not None
@@ -39,8 +39,7 @@ def saliency(
         salient = pooled(salient, observation.pooling)
     if observation.noise:
         assert scores.position is not None
-        positive = np.maximum(salient, np.finfo(np.float32).tiny)
-        logs = np.log(positive.astype(np.float64))
+        logs = np.log(np.maximum(salient, np.finfo(np.float32).tiny).astype(np.float64))
         salient = logs + observation.noise * gumbel(keys, scores.position)
     return salient.astype(np.float32)
 
@@ -68,10 +67,8 @@ def pooled(x: Floats, width: int) -> Floats:
     """The largest of the ``width`` (odd) neighbours around each place; fewer at the
     ends. [lanes, n]"""
     half = width // 2
-    margins = ((0, 0), (half, half))
-    padded = np.pad(x, margins, constant_values=-np.inf)
-    neighbours = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
-    return neighbours.max(-1)
+    padded = np.pad(x, ((0, 0), (half, half)), constant_values=-np.inf)
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
 
 
 def ranked(salient: npt.NDArray[np.floating], newest: int) -> npt.NDArray[np.int64]:
@@ -85,8 +82,8 @@ def ranked(salient: npt.NDArray[np.floating], newest: int) -> npt.NDArray[np.int
 def selected(
     selection: Selection, order: npt.NDArray[np.int64]
 ) -> list[npt.NDArray[np.int64]]:
-    """For each part of a selection the places [lanes, n] that it gets, ascending: tokens
-    stay in the order of age."""
+    """For each part of a selection the places [lanes, n] that it gets, ascending:
+    tokens stay in the order of age."""
     return [
         np.sort(order[:, places_in_order(target)], axis=1)
         for target in selection.targets
@@ -95,5 +92,4 @@ def selected(
 
 def places_in_order(target: Target) -> npt.NDArray[np.int64]:
     """All ranks in the spans of a target."""
-    spans = [np.arange(*span) for span in target.spans]
-    return np.concatenate(spans)
+    return np.concatenate([np.arange(*span) for span in target.spans])

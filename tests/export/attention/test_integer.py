@@ -137,8 +137,8 @@ class Products:
 
     @property
     def by_rank(self) -> tuple[Array, Array]:
-        """Of values with the codes and groups of the keys: dequantized, the shares
-        times their scales as 8 bits."""
+        """Outputs of values with the codes and groups of the keys: dequantized, the
+        shares times their scales as 8 bits."""
         codes, low = (self.k[i].astype(np.float64) for i in (0, 2))
         scaled = torch.from_numpy(
             self.shares[:, None] * self.k[1].transpose(0, 2, 1)[:, :, None, None]

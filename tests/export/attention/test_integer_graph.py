@@ -1,4 +1,4 @@
-"""What the graph of products of codes holds, and what they cost."""
+"""The graph of products of codes: its nodes, and what they cost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MOVES = {
     "Identity",
     "Slice",
 }
-"""What may be done to codes on their way to a product; none of it makes a number of
+"""Operators that codes may pass on their way to a product; none of it makes a number of
 another type. Packed bytes may also be cast to whole numbers, to look their codes up."""
 
 
@@ -193,8 +193,8 @@ def test_attention_on_codes_of_constant_values_gives_that_constant() -> None:
 
 
 def perplexity(tier: Tier | None) -> float:
-    """Of the shipped small model, every token attending the pages sealed in
-    ``tier``."""
+    """The perplexity of the shipped small model, every token attending the pages sealed
+    in ``tier``."""
     shape, windows = model_shape(), [text(768, 768 * i) for i in range(3)]
     every = tuple(range(shape.layers * shape.kv_heads))
     group = Group(every, HOT, (tier,), SEAL) if tier else Group(every, HOT)

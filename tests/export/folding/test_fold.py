@@ -456,7 +456,7 @@ class PlainAttention(torch.nn.Module):
     def cached(
         self, k: torch.Tensor, v: torch.Tensor, lane: LaneBasis | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention sees of k and v through the lane's basis, brought back to the
+        """The k and v that attention sees through the lane's basis, brought back to the
         full dims."""
         if lane is None:
             return k, v

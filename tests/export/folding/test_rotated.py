@@ -1,5 +1,5 @@
-"""An ordinary checkpoint with rotated heads: transformers reads it, it computes the same,
-and what is cached is the same but for a rotation of each head."""
+"""An ordinary checkpoint with rotated heads: transformers reads it, it computes the
+same, and what is cached is the same but for a rotation of each head."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_keys_turn_where_nothing_stands_before_the_scores(
 
 
 def test_one_channel_no_longer_sets_the_scale_of_a_row() -> None:
-    """What the rotation is for: with an outlier channel, the error of one scale a row is
-    several times smaller."""
+    """The rotation is for this: with an outlier channel, the error of one scale a row
+    is several times smaller."""
     values = torch.randn(500, 64, generator=torch.manual_seed(0), dtype=torch.double)
     values[:, 7] *= 40
     spec = Checkpoint(MODEL).spec
@@ -106,7 +106,7 @@ def test_one_channel_no_longer_sets_the_scale_of_a_row() -> None:
 
 
 def error(values: torch.Tensor) -> float:
-    """Of 4 bits with one scale a row, relative."""
+    """The error of 4 bits with one scale a row, relative."""
     low, high = values.amin(-1, True), values.amax(-1, True)
     step = (high - low) / 15
     coded = ((values - low) / step).round() * step + low

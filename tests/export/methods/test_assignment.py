@@ -1,4 +1,4 @@
-"""Which form every lane takes: the knapsack, and few formats and windows, against
+"""The form that every lane takes: the knapsack, and few formats and windows, against
 every choice there is."""
 
 from __future__ import annotations

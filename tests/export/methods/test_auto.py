@@ -246,7 +246,7 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
 
 
 def brief(*ids: int) -> measured.Sources:
-    """What is measured in no time."""
+    """Sources that are measured in no time."""
     exam = search.Exam("perplexity", windows=(ids or windows(1, 96)[0],))
     return measured.Sources([exam], 4096, exercised=False)
 
@@ -264,8 +264,8 @@ def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_search_scores_other_methods_beside_its_own_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those smaller than its gentlest the middle one, each method one line of the
-    chart; asked again, nothing is scored."""
+    """It takes the middle one of those smaller than its gentlest, each method one line
+    of the chart; asked again, nothing is scored."""
     checkpoint, stats, _ = lathe()
     found = measured.price(checkpoint, stats, FORM, brief())
     own = measured.variant(parse("auto"), found, FORM)

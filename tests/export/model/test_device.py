@@ -1,4 +1,4 @@
-"""Where the original model runs: every tensor of a calibration, a fold, a search's
+"""The device of the original model: every tensor of a calibration, a fold, a search's
 reading and a measurement is made on the checkpoint's device, and on a GPU the numbers
 are the CPU's."""
 
@@ -165,8 +165,8 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu() -> None:
 
 @gpu
 def test_weights_folded_on_a_gpu_are_those_of_the_cpu() -> None:
-    """The same plan: products are float64 on both, so float32 weights differ in the last
-    digit at most."""
+    """The same plan: products are float64 on both, so float32 weights differ in the
+    last digit at most."""
     here = Checkpoint(MODEL)
     there = Checkpoint(MODEL, device=choose_device("cuda"))
     sequences = random_sequences(here.spec.vocab_size, 2048, 0, 1024)

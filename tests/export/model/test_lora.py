@@ -130,7 +130,7 @@ def test_an_adapter_of_weight_0_changes_no_bit(
 
 
 def test_sums_are_taken_in_float32(tmp_path: Path) -> None:
-    """Of a checkpoint in 16 bits, whose own numbers could not hold them."""
+    """The checkpoint has 16 bits, whose own numbers could not hold them."""
     model = make(tmp_path / "model", "llama")
     model.bfloat16().save_pretrained(tmp_path / "model")
     deltas = write_adapter(tmp_path / "adapter", model, lora_alpha=1e-3)

@@ -31,7 +31,8 @@ from tests.support.checkpoints import make_model, sizes, whole_plan
 
 GROUP = 32
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ's order_map: which output of eight each nibble of a word has, lowest first."""
+"""AutoAWQ's order_map: which output of eight each nibble of a word has, lowest
+first."""
 
 
 def words(codes: Tensor, bits: int, columns: tuple[int, ...] | None = None) -> Tensor:
@@ -117,8 +118,8 @@ def quantization(packing: Packing) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path, packing: Packing, disorder: bool = False) -> Any:  # noqa: ANN401
-    """A tiny llama whose maps are codes; return transformers' model that holds what they
-    stand for, and the codes of each map."""
+    """A tiny llama whose maps are codes; return transformers' model that holds what
+    they stand for, and the codes of each map."""
     make_model(folder, "Llama", sizes(64, 4, 2, 16, intermediate_size=96))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = load_file(folder / "model.safetensors")
@@ -170,7 +171,7 @@ def test_a_checkpoint_of_codes_is_its_float_model(kind: str, tmp_path: Path) -> 
 
 
 def keeps_its_codes(opened: Checkpoint, packing: Packing) -> None:
-    """What an engine of as many bits stands for is what the checkpoint stands for."""
+    """An engine of as many bits stands for the same numbers as the checkpoint."""
     form = WeightFormat(f"int{packing.bits}", GROUP, not packing.symmetric)
     weights = fold(opened, whole_plan(opened.spec), Basis())
     codes = CodedWeights(weights, WeightFormats(form), torch.float32, opened.grid)

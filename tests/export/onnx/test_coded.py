@@ -99,7 +99,7 @@ def exactly(path: Path) -> None:
 
 
 def readers(path: Path, name: str) -> list[str]:
-    """Of an initializer: a tied table is written once."""
+    """Operators that read an initializer: a tied table is written once."""
     graph = onnx.load(str(path), load_external_data=False).graph
     return sorted(node.op_type for node in graph.node if name in node.input)
 

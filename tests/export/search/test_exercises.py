@@ -79,7 +79,7 @@ def test_only_what_the_model_knows_from_afar_is_asked() -> None:
 
 
 def test_a_text_that_nobody_can_copy_gives_no_exercise() -> None:
-    """Where the model fails, there is nothing to protect."""
+    """There is nothing to protect where the model fails."""
     decoder, _ = lathe()
     assert exercises.exercises(decoder, [7], 300, 1, seed=0) == []
 

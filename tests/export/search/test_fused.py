@@ -18,7 +18,8 @@ PAGE = 4
 def plain(
     q: Tensor, fresh: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor], first: int
 ) -> Tensor:
-    """Of one query at ``first`` .. its own place: [G, Rv], token by token."""
+    """The output of one query at ``first`` .. its own place: [G, Rv], token by
+    token."""
     place = len(fresh[0]) - 1
     of_page = place // PAGE * PAGE
     k = torch.cat([old[0][:of_page], fresh[0][of_page:]])

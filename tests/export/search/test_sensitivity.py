@@ -1,4 +1,4 @@
-"""What gradients are taken of: the last layer computes few places, and all lanes' pulls
+"""Gradients: the last layer computes few places, and all lanes' pulls
 are those of a whole run."""
 
 from __future__ import annotations

@@ -260,7 +260,8 @@ def test_sequences_that_cross_pages_need_no_more_than_their_own() -> None:
 def test_pages_of_a_prompt_read_copies_of_its_last(
     before: list[int], data: st.DataObject
 ) -> None:
-    """What a piece reads copies of begins with all sealed pages that it sees."""
+    """The prompt whose copies a piece reads begins with all sealed pages that it
+    sees."""
     each = st.integers(1, 4 * PAGE)
     sizes = [data.draw(each) for _ in before]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)

@@ -1,5 +1,5 @@
-"""The calls that a layer on a GPU makes, with kernels that are compiled for a CPU: spread,
-plan, attention and seal on vLLM's blocks. Append is played here.
+"""The calls that a layer on a GPU makes, with kernels that are compiled for a CPU:
+spread, plan, attention and seal on vLLM's blocks. Append is played here.
 
 No GPU is needed.
 """
@@ -128,7 +128,8 @@ class HostAttention(BlockAttention):
 
 
 class Recording(TorchDispatchMode):
-    """What a step queues, to be queued again. The host may read nothing of it."""
+    """The calls that a step queues, to be queued again. The host may read nothing of
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +215,8 @@ def library(
 
 
 def engine_of() -> Hosted:
-    """Of five buckets: what takes fewer goes through kernels that only GPUs run."""
+    """An engine of five buckets: what takes fewer goes through kernels that only GPUs
+    run."""
     plan = plan_of(PAGE)
     heads = played.heads_of(plan, 1)
     for own in heads.values():
@@ -224,7 +226,7 @@ def engine_of() -> Hosted:
 
 
 def check(engine: Hosted, one: played.Sequence) -> None:
-    """What was computed of a sequence is what it gives alone."""
+    """Check that a sequence got what it gets alone."""
     shared = int((one.o == 0).all((1, 2)).sum())
     inputs = [x[: one.done] for x in (one.q, one.k, one.v)]
     want = played.expected(engine, *inputs)
@@ -245,8 +247,8 @@ def test_calls_on_blocks_give_what_a_sequence_gives_alone(
 
 
 class Graph:
-    """Decode steps as a CUDA graph of vLLM runs them: what one step of padding queued is
-    queued again, and the host says nothing but what `DecodeBuffers.send` does."""
+    """Decode steps as a CUDA graph of vLLM runs them: what one step of padding queued
+    is queued again, and the host says nothing but what `DecodeBuffers.send` does."""
 
     WIDTH = 4
     """Pages of the block table."""
@@ -316,8 +318,8 @@ def cache_of(engine: Hosted, layer: int) -> Tensor:
 def test_a_graph_of_a_decode_step_gives_what_its_sequences_give_alone(
     library: RecordedLibrary,
 ) -> None:
-    """They begin pages, fill them, end, and join with the prefix of one that is filled in
-    the same step."""
+    """They begin pages, fill them, end, and join with the prefix of one that is filled
+    in the same step."""
     engine = engine_of()
     graph = Graph(engine, library)
     random = np.random.default_rng(3)

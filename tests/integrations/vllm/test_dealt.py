@@ -1,5 +1,6 @@
-"""Heads dealt to shards as vLLM cuts them: every shard's blocks have equal bytes, its share
-of the checkpoint is that of its heads, and together shards attend what one attends."""
+"""Heads dealt to shards as vLLM cuts them: every shard's blocks have equal bytes, its
+share of the checkpoint is that of its heads, and together shards attend what one
+attends."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_blocks_have_equal_bytes_and_hold_every_head(case: tuple[Hosted, int]) -
 def test_heads_are_dealt_so_that_the_largest_shard_is_nearly_least(
     num_shards: int,
 ) -> None:
-    """Of each layer, against every order that there is."""
+    """Every layer is compared with every order that there is."""
     for seed in range(12):
         whole = engine_with(plan_with(4, 2, seed))
         sizes = lane_sizes(whole.plan)
@@ -176,7 +177,7 @@ def test_a_rank_reads_the_weights_of_its_heads(
 
 
 def heads_in(rows: Tensor) -> list[int]:
-    """Which heads these rows are of, all rows of each."""
+    """The heads that these rows are of, all rows of each."""
     numbers = rows if rows.ndim == 1 else rows[:, 0]
     by_head = numbers.unflatten(0, (-1, DIMS))
     assert (by_head == by_head[:, :1]).all()

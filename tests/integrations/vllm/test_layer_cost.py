@@ -1,5 +1,5 @@
-"""vLLM makes a layer in the first step that runs it, so what that costs is time in which
-vLLM stands still. It must not grow with the layers beside it."""
+"""vLLM makes a layer in the first step that runs it, so what that costs is time in
+which vLLM stands still. It must not grow with the layers beside it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CountingLibrary(HostLibrary):
 
 
 def calls_of_a_layer(native: Native, layers: int) -> Counter[str]:
-    """What the last of so many layers asks of the library when it is made."""
+    """Calls of the library by the last of so many layers when it is made."""
     engine = Hosted(Path("engine"), plan_of(PAGE, layers=layers), {})
     last = layers - 1
     cache = block_cache(engine.blocks[last], BLOCKS)

@@ -1,8 +1,8 @@
-"""vLLM itself with our pages, over its HTTP: the texts of our engine of the same plan, and
-the tokens that the plan promises.
+"""vLLM itself with our pages, over its HTTP: the texts of our engine of the same plan,
+and the tokens that the plan promises.
 
-`scripts/vllm_env.sh` makes the environment; KVLATHE_VLLM_PYTHON names another one's Python.
-KVLATHE_VLLM_DEVICE=cuda: vLLM for GPUs, beside the cuda backend.
+`scripts/vllm_env.sh` makes the environment; KVLATHE_VLLM_PYTHON names another one's
+Python. KVLATHE_VLLM_DEVICE=cuda: vLLM for GPUs, beside the cuda backend.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def prompts() -> list[Ids]:
-    """Of unlike lengths; two share 256 tokens, and one ends with a page."""
+    """Prompts of unlike lengths; two share 256 tokens, and one ends with a page."""
     encoder = FolderEncoder(MODEL)
     lines = (ROOT / "data/eval_text.jsonl").read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines[:6]]

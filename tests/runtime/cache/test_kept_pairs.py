@@ -1,5 +1,5 @@
-"""Laws of the pairs that a compacted prefix keeps: the share that was asked for, the best
-of each lane, and budgets as one threshold over all lanes sets them."""
+"""Laws of the pairs that a compacted prefix keeps: the share that was asked for, the
+best of each lane, and budgets as one threshold over all lanes sets them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvlathe.runtime.cache.kept_pairs import Floats, Places, kept_places
 
 
 def scores(lanes: tuple[int, ...], tokens: int, seed: int) -> list[Floats]:
-    """Of buckets with so many lanes: random ones, the lanes of different scales."""
+    """Scores of buckets with so many lanes: random ones, the lanes of different
+    scales."""
     rng = np.random.default_rng(seed)
     shapes = [(count, tokens) for count in lanes]
     made = [rng.random(shape) * rng.random((shape[0], 1)) ** 3 for shape in shapes]
@@ -46,7 +47,7 @@ def test_the_best_pairs_of_every_lane_stay_in_whole_pages(
 def test_pages_of_one_token_are_the_papers_threshold(
     tokens: int, keep: float, seed: int
 ) -> None:
-    """Of lanes apart, every kept pair outdoes every one that is dropped."""
+    """Lanes are apart: every kept pair outdoes every one that is dropped."""
     given_scores = scores((1, 1, 1), tokens, seed)
     kept = kept_places(given_scores, keep, 1)
     pairs = list(zip(given_scores, kept, strict=True))

@@ -107,7 +107,7 @@ def test_a_budget_for_everything_is_no_rule() -> None:
 
 
 def test_one_share_of_everything_is_a_plain_tier() -> None:
-    """Which tokens wait for a page differs, not what their format is: with a prompt of
+    """The tokens that wait for a page differ, their format does not: with a prompt of
     whole pages nothing waits."""
     shape = model_shape()
     every = tuple(range(shape.layers * shape.kv_heads))

@@ -75,7 +75,7 @@ def engine(on_device: bool, guesses: bool) -> Engine:
 
 
 def answers(made: Engine, count: int, asked: dict[str, Any]) -> list[list[int]]:
-    """Of ``count`` requests of different seeds: four tokens each."""
+    """Answers to ``count`` requests of different seeds: four tokens each."""
     sequences: list[Sequence] = []
     for seed in range(count):
         one = sequence_for(made, [0], 4, seed=seed, **asked)
@@ -88,7 +88,8 @@ def answers(made: Engine, count: int, asked: dict[str, Any]) -> list[list[int]]:
 
 
 def distribution(token: int) -> npt.NDArray[np.float64]:
-    """Of the token after another: temperature, bias and nucleus, in float64."""
+    """The distribution of the token after another: temperature, bias and nucleus, in
+    float64."""
     logits = LOGITS[token].astype(np.float64)
     logits[2] += 0.5
     weights = np.exp(logits / 0.8)

@@ -33,8 +33,8 @@ def cache_of(kind: str, size: int) -> LLM:
 
 
 class Starved:
-    """The session of ``llm`` finds no memory for steps of more than ``affordable`` tokens.
-    ``tokens``: of each step that was tried."""
+    """The session of ``llm`` finds no memory for steps of more than ``affordable``
+    tokens. ``tokens``: of each step that was tried."""
 
     def __init__(self, llm: LLM, affordable: int) -> None:
         self.affordable, self.tokens = affordable, list[int]()
@@ -108,7 +108,7 @@ def test_the_instruction_has_no_beginning_of_text() -> None:
 def test_a_compaction_short_of_memory_takes_smaller_steps_alone(
     kind: str, affordable: int
 ) -> None:
-    """What stays is what stays where there is room."""
+    """The same pairs stay as where there is room."""
     ids = list(text(512))
     found: list[tuple[Compaction, object]] = []
     for limit in (1 << 30, affordable):

@@ -34,7 +34,7 @@ from tests.support.schedule_cases import (
 )
 
 PARTS = rest_nightly(range(10), 0)
-"""Of a hundred random schedules each; a nightly run has all thousand."""
+"""Parts of a hundred random schedules each; a nightly run has all thousand."""
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -121,7 +121,7 @@ def test_a_step_that_found_no_memory_halves_later_ones_for_a_while() -> None:
 
 
 def test_who_finds_no_memory_alone_is_refused_and_nobody_else() -> None:
-    """Of a sequence whose single token finds none, the words reach its caller."""
+    """The words reach the caller of a sequence whose single token finds none."""
     engine = engine_for("one", 600)
     session: object = engine.session
     assert isinstance(session, FakeSession)
@@ -173,7 +173,7 @@ def test_a_failed_step_has_left_memory_before_a_smaller_one_is_tried() -> None:
 
 
 class Scratch:
-    """What a step takes of memory while it runs."""
+    """The memory that a step takes while it runs."""
 
 
 # -- steps ahead -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ ROOMY = Limits(max_batch_size=6, max_num_tokens=64, max_input_len=96, max_seq_le
 
 
 def answers(engine: Engine, **asked: Any) -> list[list[int]]:  # noqa: ANN401
-    """Of PROMPTS, side by side."""
+    """Answers to PROMPTS, side by side."""
     sequences = [sequence_for(engine, one, ANSWER, **asked) for one in PROMPTS]
     for sequence in sequences:
         engine.scheduler.add(sequence)
@@ -76,8 +76,8 @@ def test_a_choice_that_fails_after_the_run_leaves_scores_as_they_were(
 
 
 def test_a_launch_that_fails_draws_no_random_number() -> None:
-    """The choice of its tokens was queued before the pages were sealed. The same step is
-    then run again, and waited for."""
+    """The choice of its tokens was queued before the pages were sealed. The same step
+    is then run again, and waited for."""
     asked = {"temperature": 1.0, "seed": 5}
     expected = answers(flying(engine_for("sealed", 600)), **asked)
     engine = flying(engine_for("sealed", 600))

@@ -125,7 +125,7 @@ class Gqa:
         return out[0, -1].reshape(-1, WIDTH)
 
     def codes(self, side: int) -> Array:
-        """Of K (0) or V (1), from 0 up: [HEADS, tokens, WIDTH]."""
+        """Codes of K (0) or V (1), from 0 up: [HEADS, tokens, WIDTH]."""
         found = self.past[side][0]
         if self.bits == 8:
             return found.astype(np.int16) + 128

@@ -1,4 +1,4 @@
-"""What a plan needs of a session is asked before anything runs."""
+"""Abilities that a plan needs of a session are asked for before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where a session is chosen."""
+"""Words that are said where a session is chosen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_gpu(free: int, total: int) -> registry.Runner:
 
 
 def beside(plan: CompressionPlan, limits: Limits, total: int) -> int:
-    """What a session keeps beside weights and cache."""
+    """Bytes that a session keeps beside weights and cache."""
     return side_bytes(plan, limits, total)
 
 
@@ -72,7 +72,7 @@ def weighing(size: int, batch: int = 8) -> Manifest:
 
 
 def default_bytes(plan: CompressionPlan, max_seq_len: int) -> int:
-    """Of a cache where memory is no limit."""
+    """Bytes of a cache where memory is no limit."""
     asked = manifest("float32")
     limits = dataclasses.replace(asked.limits, max_seq_len=max_seq_len)
     runner = on_gpu(1 << 50, 1 << 50)
@@ -81,7 +81,7 @@ def default_bytes(plan: CompressionPlan, max_seq_len: int) -> int:
 
 
 def beside_the_batch(plan: CompressionPlan, max_seq_len: int) -> int:
-    """Of the default cache, the bytes that are not a full batch's."""
+    """Bytes of the default cache that are not a full batch's."""
     batch = manifest("float32").limits.max_batch_size
     steady = batch * CacheLayout(plan).bytes_for(max_seq_len)
     return default_bytes(plan, max_seq_len) - steady

@@ -1,4 +1,4 @@
-"""What a session of the cuda backend keeps on a GPU beside weights and pages."""
+"""Memory that a session of the cuda backend keeps on a GPU beside weights and pages."""
 
 from __future__ import annotations
 

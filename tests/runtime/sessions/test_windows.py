@@ -42,7 +42,7 @@ from tests.support.runtime_cases import (
 Floats = npt.NDArray[np.float32]
 PAGE = 64
 WINDOWS = (Window(PAGE, 2 * PAGE), Window.of_tokens(100, PAGE))
-"""Of the two KV heads, in all layers."""
+"""The windows of the two KV heads, in all layers."""
 
 
 def plan_of(windows: tuple[Window, ...]) -> CompressionPlan:

@@ -109,7 +109,7 @@ def test_random_numbers_are_numpys_philox_streams(seeds: list[int]) -> None:
 
 
 def random_masks(seed: int, rows: int) -> Masks:
-    """Of some of the rows: a few tokens each, the last word's rest at random."""
+    """Masks of some of the rows: a few tokens each, the last word's rest at random."""
     random = np.random.default_rng(seed)
     chosen = np.flatnonzero(random.random(rows) < 0.6)
     bits = no_bits(len(chosen), VOCABULARY)

@@ -1,4 +1,4 @@
-"""What a request may ask for: the same in Python as over HTTP."""
+"""Parameters that a request may have: the same in Python as over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a structure may be, and what is refused before anything compiles it."""
+"""Structures that are allowed, and what is refused before anything compiles it."""
 
 from __future__ import annotations
 

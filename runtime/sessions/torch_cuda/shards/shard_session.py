@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.shard_plan import ShardPlan
+from kvlathe.plan.plan import ShardPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute

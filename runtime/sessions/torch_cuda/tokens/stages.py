@@ -25,8 +25,8 @@ from kvlathe.runtime.sessions.gpu.step_buffer import (
     kind_of,
 )
 from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
-from kvlathe.runtime.sessions.shares import segments
 from kvlathe.runtime.sessions.steps import check_step
+from kvlathe.runtime.sessions.substeps import segments
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
 from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession

@@ -27,7 +27,7 @@ from tests.support.checkpoints import whole_plan
 MEASURED = json.loads(Path(__file__).with_name("bundle_times.json").read_text("utf-8"))
 MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
 SMS = 132
-"""Of the GPU that the times are of."""
+"""Multiprocessors of the GPU that the times are of."""
 HEADS = 8
 
 
@@ -182,7 +182,7 @@ def test_tokens_that_a_window_hides_save_no_reads() -> None:
 
 
 def test_sequences_of_more_passes_pay_for_more_pairs() -> None:
-    """Of many short sequences: what a pair costs is paid in each pass."""
+    """Many short sequences run: what a pair costs is paid in each pass."""
     plan = plan_of(Tier(4, 4))
     cost, sequences, tokens = COSTS[4], 128, 4096
     pages = sequences * tokens / 64 * HEADS / SMS

@@ -1,5 +1,5 @@
-"""The largest share that observed rows give each token: torch over pages, against float64
-row by row."""
+"""The largest share that observed rows give each token: torch over pages, against
+float64 row by row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.attend_cases import plan_of
 Array = npt.NDArray[np.float64]
 SCALE, GROUP, PAGE = 0.15, 2, 16
 RANKS = (32, 16, 0, 48)
-"""Of the lanes of each of two layers; one lane is removed."""
+"""Ranks of the lanes of each of two layers; one lane is removed."""
 
 
 def compacting_plan(apart: bool, softcap: float) -> CompressionPlan:
@@ -49,8 +49,8 @@ def compacting_plan(apart: bool, softcap: float) -> CompressionPlan:
 
 
 class Case:
-    """Pages of random keys, NaN where no token is; sequences whose buckets hold different
-    numbers of tokens."""
+    """Pages of random keys, NaN where no token is; sequences whose buckets hold
+    different numbers of tokens."""
 
     def __init__(
         self, plan: CompressionPlan, queries: list[int], observed: float, seed: int

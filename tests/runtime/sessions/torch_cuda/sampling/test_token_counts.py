@@ -1,5 +1,5 @@
-"""Penalties by counts that stay where the logits are: the tokens that the host draws, who
-comes and goes, and whatever the host knows late."""
+"""Penalties by counts that stay where the logits are: the tokens that the host draws,
+who comes and goes, and whatever the host knows late."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class CountsThere(SamplesThere):
 
 
 def answers(engine: Engine, stops: frozenset[int]) -> list[list[int]]:
-    """Of sequences that come and go, each with penalties of its own; some stop early,
-    which is found a step late where the GPU chooses."""
+    """Answers of sequences that come and go, each with penalties of its own; some stop
+    early, which is found a step late where the GPU chooses."""
     engine.stop_ids = stops
     make: Callable[..., Sequence] = partial(sequence_for, engine, temperature=1.0)
     everyone: list[Sequence] = []

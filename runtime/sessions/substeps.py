@@ -1,4 +1,4 @@
-"""Shares of a step: the sequences of it that go through some layers together."""
+"""Substeps of a step: sequences of it that go through some layers together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 
 
-class Share(NamedTuple):
+class Substep(NamedTuple):
     """Some ``sequences`` of a step as a step of their own; the places of their tokens
     and of their logit rows in it."""
 
@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
-    """Which sequences pass a stage, [B]."""
+    """Whether each sequence passes a stage, [B]."""
     if step.stages is None:
         return np.ones(len(step.lengths), np.bool_)
     first = step.stages[:, 0]
@@ -31,17 +31,17 @@ def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
     return (first <= stage) & (stage < end)
 
 
-def whole(step: StepPlan, stage: int, page_tokens: int = 0) -> Iterator[Share]:
+def whole(step: StepPlan, stage: int, page_tokens: int = 0) -> Iterator[Substep]:
     """Everything that passes a stage, if anything does."""
     present = passing(step, stage)
     if present.all():
-        yield Share(step, slice(None), slice(None), slice(None))
+        yield Substep(step, slice(None), slice(None), slice(None))
     elif present.any():
-        yield share_of(step, present)
+        yield substep_of(step, present)
 
 
-def share_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Share:
-    """The share of the ``chosen`` sequences [B]."""
+def substep_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Substep:
+    """The substep of the ``chosen`` sequences [B]."""
     counts = np.diff(step.cu_seqlens_q)
     tokens = np.flatnonzero(np.repeat(chosen, counts)).astype(np.int32)
     new_place = np.full(len(step.input_ids), -1, np.int32)
@@ -63,7 +63,7 @@ def share_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Share:
         after=None if after is None else after[tokens],
         passes=_moved(step, np.flatnonzero(chosen), starts),
     )
-    return Share(
+    return Substep(
         part,
         np.flatnonzero(chosen).astype(np.int32),
         tokens,
@@ -86,7 +86,7 @@ def _moved(
     return tuple(moved)
 
 
-def segments(step: StepPlan, stages: int) -> Iterator[tuple[range, Share]]:
+def segments(step: StepPlan, stages: int) -> Iterator[tuple[range, Substep]]:
     """The stages of a step, those that the same sequences pass together. Stages that
     nobody passes are left out."""
     present = [passing(step, stage) for stage in range(stages)]
@@ -94,6 +94,6 @@ def segments(step: StepPlan, stages: int) -> Iterator[tuple[range, Share]]:
     for end in range(1, stages + 1):
         if end < stages and (present[end] == present[first]).all():
             continue
-        for share in whole(step, first):
-            yield range(first, end), share
+        for substep in whole(step, first):
+            yield range(first, end), substep
         first = end
