@@ -153,10 +153,18 @@ TORCH_RUNS = re.compile(
 """But for the backend that is torch, whose modules (and what they share) are imported
 when such an engine is loaded, and for what vLLM loads."""
 
+ORDINARY_WORDS = {"auto", "none", "window", "fp8"}
+"""Names of methods that other code needs for other things."""
+NAMES = {
+    path.stem
+    for path in (ROOT / "export/methods").glob("*.py")
+    if "\nMETHOD =" in path.read_text()
+}
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo|keydiff|knorm|tova)(?![a-z])",
+    rf"(?<![a-z])({'|'.join(sorted((NAMES - ORDINARY_WORDS) | {'palu'}))})(?![a-z])",
     re.IGNORECASE,
 )
+"""Every method, by the files that have one, and one that a benchmark compares."""
 SOMEONES_MACHINE = re.compile(
     r"(?<![\w.<>$}-])/(?:home|root|Users|wor[k])/\w|\.\./share[d]\b"
 )

@@ -146,7 +146,7 @@ class AppendArgs(Structure):
 
 
 class SealPage(Structure):
-    """kvlathe_seal_page of cache.h."""
+    """kvlathe_cuda_seal_page of cache.h."""
 
     _fields_ = _ints("source", "target", "position")
 

@@ -157,7 +157,7 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------
     def schedule(self) -> Scheduled:
-        """The next step's chunks. None only if nothing is left to compute, or all wait
+        """The next step's chunks. There are none only if nothing is left to compute, or all wait
         for tokens that are being chosen."""
         self._admit()
         for sequence in self.running:

@@ -7,7 +7,8 @@
 
 A launch is a transaction: if anything in it fails, nothing has changed and the pages
 have gone back. Where the session samples, a launched step may fly: its tokens are
-chosen where its logits are, and the next step is launched before they land.
+chosen where its logits are, and the next step is launched before they land. Then a GPU
+may fail after the commit; `land` finds that, and the step's sequences fail with it.
 """
 
 from __future__ import annotations
@@ -357,7 +358,8 @@ class Step:
     def retry(self, kind: Kind) -> list[Step]:
         """The smaller steps that are to be reserved and run in its place: two halves of
         its chunks; of a single one the first half of its tokens where there was no
-        memory, or its newest token without guesses. None: it has failed by itself."""
+        memory, or its newest token without guesses. An empty list: it has failed by
+        itself."""
         first, half = self.chunks[0], len(self.chunks) // 2
         if half:
             parts = [self.chunks[:half], self.chunks[half:]]

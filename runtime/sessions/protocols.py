@@ -266,11 +266,11 @@ class Session(PageMover):
 
 
 def check_session(session: Session, plan: CompressionPlan) -> None:
-    """Raises KvlatheError where ``plan`` ranks tokens and the session keeps no
-    scores."""
+    """Raises KvlatheError where ``plan`` ranks tokens and the session moves
+    none."""
     if plan.index.ranked and "moves_tokens" not in session.capabilities:
         raise KvlatheError(
             "this engine cannot run here",
-            f"its plan ranks tokens and {type(session).__name__} keeps no scores",
+            f"its plan ranks tokens and {type(session).__name__} moves none",
             "run it with --device cpu, or build it with a compression that ranks no tokens",
         )

@@ -124,9 +124,13 @@ def floats() -> Table:
     middles = (positive[1:] + positive[:-1]) / 2
     rng = np.random.default_rng(0)
     several = np.exp(rng.normal(0, 3, 500)).astype(np.float32)
-    sizes = np.concatenate([positive, middles, several, np.float32([449, 6e4])])
+    sizes = np.concatenate(
+        [positive, middles, several, np.array([449, 6e4], np.float32)]
+    )
     sizes = np.concatenate([np.nextafter(sizes, np.float32(to)) for to in (0, 1e30)])
-    numbers = np.concatenate([sizes, middles, positive, -sizes, -middles])
+    numbers = np.concatenate(
+        [sizes, middles, positive, -sizes, -middles], dtype=np.float32
+    )
     halves = half_from(np.maximum(numbers, 0)).view(np.uint16)
     codes = e4m3_codes(numbers)
     for x, code, half in zip(numbers.view(np.uint32), codes, halves, strict=True):

@@ -27,5 +27,5 @@ def test_a_session_without_scores_refuses_a_plan_that_ranks_tokens() -> None:
     scoreless, scoring = FakeSession(ranking, pool), RankedSession(ranking, pool)
     check_session(scoreless, plain)
     check_session(scoring, ranking)
-    with pytest.raises(KvlatheError, match="FakeSession keeps no scores"):
+    with pytest.raises(KvlatheError, match="FakeSession moves none"):
         check_session(scoreless, ranking)

@@ -1,4 +1,4 @@
-"""EvictingSession: a TorchSession whose plan ranks tokens. The kernels add what observed
+"""EvictingSession: a TorchSession whose plan ranks tokens, or compacts prefixes. The kernels add what observed
 rows attend to the scores in the pages; a formula needs the pages alone. Tokens are ranked
 there, too: once a slice of a prompt, and once a page of what follows."""
 
