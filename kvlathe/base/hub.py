@@ -16,6 +16,7 @@ from pathlib import Path
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.gguf_files import gguf_of
 from kvlathe.base.tokenizer_files import FILES, read_object
 
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -76,7 +77,10 @@ def _mistyped(model: Path) -> KvlatheError:
 
 
 def model_name(folder: Path) -> str:
-    """A checkpoint's name: its folder's, or the Hub's for a snapshot."""
+    """A checkpoint's name: its folder's, its GGUF file's, or the Hub's for a
+    snapshot."""
+    if file := gguf_of(folder):
+        return file.stem
     whole = folder.resolve()
     repository = whole.parent.parent.name
     if whole.parent.name == SNAPSHOTS and repository.startswith(REPOSITORY):
