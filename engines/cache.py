@@ -26,7 +26,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -189,17 +190,13 @@ def checkpoint_of(file: Path, write: Callable[[Path], None]) -> Path:
         "touched": (about.st_size, about.st_mtime_ns, about.st_ino),
     }
     kept = root() / "checkpoints" / key_of(facts)
-    if kept.is_dir():
-        return kept
     try:
         _make_marked(kept.parent)
-        with appearing(kept) as work:
-            (work / MARKER).touch()
-            write(work)
-    except KvlatheError:
-        if kept.is_dir():  # another process has made it meanwhile
-            return kept
-        raise
+        with _alone(kept.parent):
+            if not kept.is_dir():
+                with appearing(kept) as work:
+                    (work / MARKER).touch()
+                    write(work)
     except OSError as error:
         raise KvlatheError(
             f"{kept.parent} cannot be written",
@@ -207,6 +204,17 @@ def checkpoint_of(file: Path, write: Callable[[Path], None]) -> Path:
             "set KVLATHE_CACHE to a folder that can be written",
         ) from error
     return kept
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """One process at a time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -7,8 +7,8 @@ A key that is unknown here is refused: leaving it out could change the result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from kvlathe.export.gguf.names import (
     Architecture,
 )
 
-Config = dict[str, Any]
+Config = dict[str, object]
 
 BASE = {
     "context_length": "max_position_embeddings",
@@ -127,18 +127,18 @@ class Keys:
         value = self._given(name, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if type(value) is not int or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._refusal(name, value, "it is no count")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number, with the digits that somebody wrote: files have 32 bits of it."""
         value = self._given(name, default)
-        if type(value) not in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._refusal(name, value, "it is no number")
         return float(str(np.float32(value)))
 
-    def _given(self, name: str, default: float | None) -> Any:  # noqa: ANN401
+    def _given(self, name: str, default: float | None) -> object:
         if name in self.values:
             return self.values[name]
         if default is None:
@@ -205,6 +205,11 @@ def read_config(file: GgufFile) -> Config:
             config[own] = keys.number(name)
         elif name in keys.values or file.architecture != "qwen3moe":
             config[own] = keys.whole(name)
+    rope = config["rope_parameters"]
+    assert isinstance(rope, dict)
+    before = "original_max_position_embeddings"
+    if rope.get("rope_type") == "longrope":
+        config[before] = rope[before]  # some classes have another by default
     config |= _biases(file)
     config |= _wiring(keys, sizes)
     return config | _ends(file)
@@ -335,7 +340,7 @@ def _scaling(keys: Keys) -> Config:
         before = keys.whole(original, length)
         amplitude = 1.0
         if length > before:
-            amplitude = (1 + np.log(length / before) / np.log(before)) ** 0.5
+            amplitude = math.sqrt(1 + math.log(length / before) / math.log(before))
         return {
             "rope_type": "longrope",
             "long_factor": _factors(file, LONG_FACTORS),
@@ -354,7 +359,8 @@ def _scaling(keys: Keys) -> Config:
             "linear and yarn are read, without a factor of the scores",
             "give the checkpoint that the file was made of",
         )
-    factor = keys.number("rope.scaling.factor", keys.values.get("rope.scale_linear"))
+    older = "rope.scale_linear"
+    factor = keys.number(older if older in keys.values else "rope.scaling.factor")
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
     betas = {f"beta_{x}": f"rope.scaling.yarn_beta_{x}" for x in ("fast", "slow")}

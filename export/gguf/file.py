@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ class GgufFile:
             ) from error
         try:
             header = _Header(self._map)
-            self.metadata: Mapping[str, Any] = header.metadata
+            self.metadata: Mapping[str, object] = header.metadata
             table = header.table()
         except _NotGguf as error:
             raise KvlatheError(
@@ -170,16 +170,16 @@ class _Header:
         self._data, self.place = data, len(MAGIC)
         if data[: self.place] != MAGIC:
             raise _NotGguf("it does not begin as a GGUF file")
-        version = self._number("<u4")
+        version = self._count("<u4")
         if version not in VERSIONS:
             raise _NotGguf(
                 f"it is a GGUF file of version {version}, or of another byte order"
             )
-        self._tensors, pairs = self._number("<u8"), self._number("<u8")
-        self.metadata: dict[str, Any] = {}
+        self._tensors, pairs = self._count("<u8"), self._count("<u8")
+        self.metadata: dict[str, object] = {}
         for _ in range(pairs):
             name = self._text()
-            self.metadata[name] = self._value(self._number("<u4"))
+            self.metadata[name] = self._value(self._count("<u4"))
 
     def table(self) -> list[tuple[str, tuple[int, ...], int, int]]:
         """(name, shape, type, offset) of every tensor."""
@@ -187,8 +187,8 @@ class _Header:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
-        dims = [self._number("<u8") for _ in range(self._number("<u4"))]
-        return name, tuple(reversed(dims)), self._number("<u4"), self._number("<u8")
+        dims = [self._count("<u8") for _ in range(self._count("<u4"))]
+        return name, tuple(reversed(dims)), self._count("<u4"), self._count("<u8")
 
     def _bytes(self, count: int) -> bytes:
         found = self._data[self.place : self.place + count]
@@ -197,29 +197,29 @@ class _Header:
         self.place += count
         return found
 
-    def _number(self, form: str) -> Any:  # noqa: ANN401
+    def _numbers(self, form: str, count: int) -> list[object]:
         kind = np.dtype(form)
-        return np.frombuffer(self._bytes(kind.itemsize), kind)[0].item()
+        return np.frombuffer(self._bytes(count * kind.itemsize), kind).tolist()
+
+    def _count(self, form: str) -> int:
+        (number,) = self._numbers(form, 1)
+        assert isinstance(number, int)
+        return number
 
     def _text(self) -> str:
-        (count,) = struct.unpack_from("<Q", self._data, self.place)
+        (count,) = struct.unpack_from("<Q", self._data, self.place)  # 150,000 of them
         self.place += 8
         return self._bytes(count).decode("utf-8", "surrogateescape")
 
-    def _value(self, kind: int) -> Any:  # noqa: ANN401
+    def _value(self, kind: int) -> object:
         if kind == TEXT:
             return self._text()
         if kind != ARRAY:
-            return self._number(SCALARS[kind])
-        inner, count = self._number("<u4"), self._number("<u8")
+            return self._numbers(SCALARS[kind], 1)[0]
+        inner, count = self._count("<u4"), self._count("<u8")
         if inner in SCALARS:
-            form = np.dtype(SCALARS[inner])
-            return np.frombuffer(self._bytes(count * form.itemsize), form).tolist()
-        read: Callable[[], Any] = self._text if inner == TEXT else self._array
-        return [read() for _ in range(count)]
-
-    def _array(self) -> Any:  # noqa: ANN401
-        return self._value(ARRAY)
+            return self._numbers(SCALARS[inner], count)
+        return [self._value(inner) for _ in range(count)]
 
 
 def _type(kind: int) -> tuple[str, int, int]:
@@ -236,7 +236,7 @@ def _type(kind: int) -> tuple[str, int, int]:
 def require_library() -> None:
     """Raise KvlatheError where the gguf package is not installed."""
     try:
-        import gguf.quants  # noqa: F401
+        import_module("gguf.quants")
     except ImportError as error:
         raise KvlatheError(
             "GGUF files cannot be read here",

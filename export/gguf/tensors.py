@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlathe.base import machine
@@ -23,7 +24,7 @@ SYMMETRIC = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
 """Bits of codes whose zero is the middle one: weight = (code - zero) * scale."""
 BLOCK = 32
 """Numbers that share a scale there."""
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Numbers that a thread makes at once: what it needs beside them stays in caches."""
 
 
@@ -138,7 +139,9 @@ def _unpaired(rows: Bytes, shape: tuple[int, ...], head_dim: int) -> Bytes:
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _dequantized(rows: Bytes, kind: str, threads: ThreadPoolExecutor) -> Bytes:
+def _dequantized(
+    rows: Bytes, kind: str, threads: ThreadPoolExecutor
+) -> NDArray[np.float32]:
     """[rows, bytes] -> float32 [rows, numbers]."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

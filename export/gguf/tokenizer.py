@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from tokenizers import (
     AddedToken,
@@ -33,6 +33,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Kinds of tokens."""
 SPACE = "\u2581"
 """Sentencepiece's."""
+
+Item = TypeVar("Item")
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -97,7 +99,7 @@ KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 that leave the spaces after them alone."""
 
 
-def tokenizer_files(file: GgufFile) -> dict[str, Any]:
+def tokenizer_files(file: GgufFile) -> dict[str, object]:
     """Name -> what stands in it: text, or an object for JSON. Raises KvlatheError for a
     tokenizer of another kind, and one that is damaged."""
     if "tokenizer.ggml.model" not in file.metadata:
@@ -105,15 +107,16 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     try:
         own = _Vocabulary.of(file)
         tokenizer = own.byte_level() if own.kind == "gpt2" else own.sentencepiece()
+        settings = own.settings()
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise KvlatheError(
             f"the tokenizer in {file.path.name} cannot be read",
             f"it is damaged ({type(error).__name__}: {error})",
             "download the file again",
         ) from error
-    files: dict[str, Any] = {
+    files: dict[str, object] = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
-        "tokenizer_config.json": own.settings(),
+        "tokenizer_config.json": settings,
     }
     if own.ends:
         files[GENERATION] = {"eos_token_id": own.ends}
@@ -129,7 +132,7 @@ class _Vocabulary:
     tokenizer.ggml."""
 
     file: GgufFile
-    given: Mapping[str, Any]
+    given: Mapping[str, object]
     tokens: Sequence[str]
     kinds: Sequence[int]
 
@@ -141,8 +144,8 @@ class _Vocabulary:
             for name, value in file.metadata.items()
             if name.startswith(start)
         }
-        tokens = given["tokens"]
-        kinds = given.get("token_type") or [NORMAL] * len(tokens)
+        tokens = _listed(given["tokens"], str)
+        kinds = _listed(given.get("token_type", [NORMAL] * len(tokens)), int)
         if len(kinds) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens, {len(kinds)} kinds of them")
         if given["model"] not in ("gpt2", "llama"):
@@ -160,8 +163,8 @@ class _Vocabulary:
     @property
     def ends(self) -> list[int]:
         """Ids that end a text, the file's own first."""
-        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-        named = [self.given[key] for key in keys if key in self.given]
+        keys = ("eos", "eot", "eom")
+        named = [i for i in map(self._id, keys) if i is not None]
         if not named:
             return []
         known = [
@@ -171,19 +174,28 @@ class _Vocabulary:
         ]
         return list(dict.fromkeys([*named, *known]))
 
-    def settings(self) -> dict[str, Any]:
+    def _id(self, name: str) -> int | None:
+        """The special token ``name``, where the file has one."""
+        found = self.given.get(f"{name}_token_id")
+        if found is None:
+            return None
+        if not isinstance(found, int) or not 0 <= found < len(self.tokens):
+            raise ValueError(f"{name}_token_id is {found!r}")
+        return found
+
+    def settings(self) -> dict[str, object]:
         """tokenizer_config.json."""
         keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        named: dict[str, Any] = {
-            f"{own}_token": self.tokens[self.given[f"{name}_token_id"]]
+        named: dict[str, object] = {
+            f"{own}_token": self.tokens[i]
             for own, name in keys.items()
-            if f"{name}_token_id" in self.given
+            if (i := self._id(name)) is not None
         }
         return named | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
     def byte_level(self) -> Tokenizer:
         name = self.given.get("pre")
-        if name not in SPLITS:
+        if not isinstance(name, str) or name not in SPLITS:
             raise KvlatheError(
                 f"{self.file.path.name} splits text in the way {name!r}",
                 f"those that are read are {', '.join(sorted(SPLITS))}",
@@ -193,7 +205,7 @@ class _Vocabulary:
         tokenizer = Tokenizer(
             BPE(
                 {token: i for i, token in enumerate(self.tokens)},
-                [_pair(merge) for merge in self.given["merges"]],
+                _pairs(self.given["merges"]),
                 ignore_merges=split.whole,
             )
         )
@@ -202,7 +214,7 @@ class _Vocabulary:
         return self._finished(tokenizer, split.begins)
 
     def sentencepiece(self) -> Tokenizer:
-        unknown = self.tokens[self.given.get("unknown_token_id", 0)]
+        unknown = self.tokens[self._id("unknown") or 0]
         tokenizer = Tokenizer(
             BPE(
                 {token: i for i, token in enumerate(self.tokens)},
@@ -213,7 +225,11 @@ class _Vocabulary:
             )
         )
         spaces = normalizers.Replace(" ", SPACE)
-        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        steps: list[decoders.Decoder] = [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+        ]
         tokenizer.normalizer = spaces
         if self.given.get("add_space_prefix", True):
             prefix = normalizers.Prepend(SPACE)
@@ -226,10 +242,10 @@ class _Vocabulary:
         """Pairs of pieces that are one, the best first: a file has scores of pieces in
         their place."""
         if "merges" in self.given:
-            return [_pair(merge) for merge in self.given["merges"]]
+            return _pairs(self.given["merges"])
         in_order = architecture_of(self.file).tokens_in_order
         places = [-float(i) for i in range(len(self.tokens))]
-        scores = places if in_order else self.given["scores"]
+        scores = places if in_order else _listed(self.given["scores"], float)
         pieces = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
@@ -264,8 +280,9 @@ class _Vocabulary:
         )
         pieces: list[str] = ["$A"]
         for key, default, place in (("bos", begins, 0), ("eos", False, 2)):
-            if self.given.get(f"add_{key}_token", default):
-                pieces.insert(place, self.tokens[self.given[f"{key}_token_id"]])
+            i = self._id(key)
+            if i is not None and self.given.get(f"add_{key}_token", default):
+                pieces.insert(place, self.tokens[i])
         if len(pieces) > 1:
             special = [(x, tokenizer.token_to_id(x)) for x in pieces if x != "$A"]
             tokenizer.post_processor = processors.TemplateProcessing(
@@ -282,7 +299,19 @@ class _Vocabulary:
         )
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    """Two pieces with a space between them. Neither begins with one."""
-    left, _, right = merge.partition(" ")
-    return left, right
+def _listed(value: object, kind: type[Item]) -> list[Item]:
+    """``value``, a list of things of one kind."""
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.40} is no list")
+    items: list[Item] = []
+    for one in value:
+        if not isinstance(one, kind):
+            raise TypeError(f"{one!r:.40} is no {kind.__name__}")
+        items.append(one)
+    return items
+
+
+def _pairs(merges: object) -> list[tuple[str, str]]:
+    """Two pieces each, with a space between them. None begins with one."""
+    parts = (merge.partition(" ") for merge in _listed(merges, str))
+    return [(left, right) for left, _, right in parts]

@@ -23,6 +23,7 @@ from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.gguf.tensors import GgufTensors
 from kvlathe.export.model import stacked
+from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
@@ -153,6 +154,18 @@ class Checkpoint:
         scales = cut(self.spec, name, scales)
         zeros = cut(self.spec, name, zeros)
         return Grid(apply_factor(self.spec, name, scales), zeros)
+
+    def kinds(self) -> dict[str, str]:
+        """The decoder's maps -> ggml's types of what is stored, in a GGUF file; empty
+        for any other."""
+        found: dict[str, str] = {}
+        for name in self.weights:
+            *layer, role, kind = name.split(".")
+            stored = stored_name(self.spec, name) if role in MAPS else ""
+            file = self._gguf(stored)
+            if layer and kind == "weight" and file is not None:
+                found[name] = file.kind(self.aliases.get(stored, stored))
+        return found
 
     @cached_property
     def disordered(self) -> str:

@@ -18,13 +18,14 @@ def gguf_of(model: Path) -> Path | None:
         return model
     if not model.is_dir() or any(model.glob("*.safetensors")):
         return None
-    found = [path for path in sorted(model.glob(f"*{SUFFIX}")) if _is_model(path.name)]
+    found = [path for path in sorted(model.glob(f"*{SUFFIX}")) if is_model(path.name)]
     if len(found) > 1:
         raise several(str(model), [path.name for path in found])
     return found[0] if found else None
 
 
-def _is_model(name: str) -> bool:
+def is_model(name: str) -> bool:
+    """Whether a file of this name may be one."""
     return name.endswith(SUFFIX) and PROJECTOR not in name
 
 
