@@ -25,7 +25,7 @@ from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.folder import appearing
 from kvlathe.engines.job import Job, check_room, prepare
-from kvlathe.engines.order import Order, accept
+from kvlathe.engines.order import Order, accept, folder_of
 from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
     Planned,
@@ -109,7 +109,7 @@ def build(config: BuildConfig) -> Path:
         with appearing(config.output_dir, config.overwrite) as folder:
             cache.give(order.key, kept, folder)
             deal(read_plan(folder), config.tensor_parallel_size)
-            _renew(folder, kept, config)
+            _renew(folder, kept, order.config)
         return config.output_dir
     job = prepare(order)
     with appearing(config.output_dir, config.overwrite) as folder:
@@ -129,7 +129,7 @@ def rotate(config: BuildConfig) -> list[int]:
     from kvlathe.export.model.checkpoint import Checkpoint
 
     with phase("reading the checkpoint"):
-        checkpoint = Checkpoint(config.model)
+        checkpoint = Checkpoint(folder_of(config.model, CHECKPOINT))
         if checkpoint.packing is not None:
             raise KvlatheError(
                 f"the heads of {config.model} cannot be rotated",

@@ -3,6 +3,7 @@
     $KVLATHE_CACHE (or $XDG_CACHE_HOME/kvlathe, or ~/.cache/kvlathe)
       engines/<key>/   an engine folder       stats/<key>.npz  calibration results
       curves/<key>/    scores by ratio, by model and task
+      checkpoints/<key>/   config and tokenizer of a GGUF file, and a link to it
 
 A key is the SHA-256 of everything that decides the result (plan inputs, weights,
 options, backend, library versions, architectures, this package's own source).
@@ -25,7 +26,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +51,7 @@ STORES = {
     "engines": r"[0-9a-f]{64}",
     "stats": r"[0-9a-f]{64}\.npz",
     "curves": r"[0-9a-f]{16}",
+    "checkpoints": r"[0-9a-f]{64}",
 }
 """Folders of the cache, and what is called as our entries in them are."""
 FICLONE = 0x40049409
@@ -176,6 +179,47 @@ def keep(key: str, folder: Path) -> None:
         prune(max_bytes=LIMIT_BYTES)
     except (OSError, KvlatheError) as error:
         log.warning("this build is not cached: %s", error)
+
+
+def checkpoint_of(file: Path, write: Callable[[Path], None]) -> Path:
+    """The folder that ``write`` fills for a GGUF file: made once, and again where the
+    file has changed. Raises KvlatheError where the cache cannot be written."""
+    about = file.stat()
+    facts = {
+        "file": str(file.absolute()),
+        "touched": (about.st_size, about.st_mtime_ns, about.st_ino),
+    }
+    kept = root() / "checkpoints" / key_of(facts)
+    try:
+        _make_marked(kept.parent)
+        with _alone(kept.parent):
+            if not kept.is_dir():
+                with appearing(kept) as work:
+                    (work / MARKER).touch()
+                    write(work)
+    except OSError as error:
+        raise KvlatheError(
+            f"{kept.parent} cannot be written",
+            f"config and tokenizer of a GGUF file are put there ({error})",
+            "set KVLATHE_CACHE to a folder that can be written",
+        ) from error
+    return kept
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """One process at a time."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``checkpoint_of`` has made it."""
+    return folder.parent == root() / "checkpoints" and _is_ours(folder)
 
 
 def keep_file(kept: Path, save: Callable[[Path], None]) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.model.spec import DecoderSpec
 
+GGUF_GROUP = 32
+"""Inputs that share a scale in GGUF files whose codes can be kept."""
 CUDA_GROUPS = (32, 64, 128, 256)
 """Inputs of a group of 4 bits in engines for the cuda backend, whose kernels take powers of
 two from 32 on."""
@@ -55,12 +57,30 @@ class Job:
         """Formats of the weights: in groups as the checkpoint has its codes, if it has any."""
         formats = self.order.config.weight_formats
         packing, maps = self.checkpoint.packing, formats.maps
+        if maps is not None and self.kept_codes:
+            return dataclasses.replace(
+                formats, maps=WeightFormat(maps.name, GGUF_GROUP)
+            )
         if packing is None or maps is None or maps.name != f"int{packing.bits}":
             return formats
         own = WeightFormat(
             maps.name, packing.group or maps.group, not packing.symmetric
         )
         return dataclasses.replace(formats, maps=own)
+
+    @cached_property
+    def kept_codes(self) -> tuple[str, ...]:
+        """The maps whose codes a GGUF file has exactly as the engine's would be: codes
+        of no more bits, with the zero in the middle. Empty where they are less than
+        half of its maps: then smaller groups gain nothing."""
+        maps = self.order.config.weight_formats.maps
+        if maps is None or maps.name == "fp8":
+            return ()
+        from kvlathe.export.gguf.tensors import SYMMETRIC
+
+        kinds = self.checkpoint.kinds()
+        kept = [x for x, kind in kinds.items() if SYMMETRIC.get(kind, 99) <= maps.bits]
+        return tuple(kept) if 2 * len(kept) >= len(kinds) else ()
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -104,9 +124,31 @@ def prepare(order: Order) -> Job:
     order = dataclasses.replace(order, config=config)
     _check_weights(config, checkpoint)
     job = Job(order, checkpoint, config.limits(checkpoint.spec.max_seq_len))
+    _say_codes(job)
     _check_tokenizer(job)
     _check_disk(job)
     return job
+
+
+def _say_codes(job: Job) -> None:
+    """Say which codes of a GGUF file the engine's weights keep."""
+    kinds, maps = job.checkpoint.kinds(), job.order.config.weight_formats.maps
+    if maps is None or not kinds:
+        return
+    kept = set(job.kept_codes)
+    others = sorted({kind for name, kind in kinds.items() if name not in kept})
+    form = job.formats.maps
+    assert form is not None
+    log.info(
+        "--weights %s: %d of %d maps keep the file's codes, unless a basis is folded "
+        "in%s",
+        maps.name,
+        len(kept),
+        len(kinds),
+        f"; others ({', '.join(others)}) are rounded to groups of {form.group} inputs"
+        if others and form.group
+        else "",
+    )
 
 
 def _check_tokenizer(job: Job) -> None:

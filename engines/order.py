@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,11 @@ from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.flags import flag_of
+from kvlathe.base.gguf_files import gguf_of
 from kvlathe.base.tokenizer_files import FILES
 from kvlathe.engines import cache
 from kvlathe.engines.backends import (
+    BACKENDS,
     Backend,
     Built,
     backend,
@@ -31,6 +33,7 @@ from kvlathe.engines.backends import (
     check_windows,
 )
 from kvlathe.engines.config import HOW_MUCH, BuildConfig, check, shipped
+from kvlathe.engines.rotation import CHECKPOINT
 
 if TYPE_CHECKING:
     from kvlathe.export.methods.compression import Compression
@@ -55,6 +58,12 @@ its adapters enter by their digests). The device does: it draws other random num
 differ."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
+
+WHOLE_CHECKPOINTS = (
+    CHECKPOINT,
+    *(name for name, info in BACKENDS.items() if info.hosted),
+)
+"""Backends that hand the checkpoint's own files on."""
 
 
 OF_ACCURACY = ("metric", "text", "retrieval")
@@ -116,8 +125,35 @@ def accept(config: BuildConfig) -> Order:
     _check_tokens(config, outline)
     _warn_unheard(config, compression)
     module = backend(config.backend)
+    config = dataclasses.replace(config, model=folder_of(config.model, config.backend))
     config = _resolved(config, compression)
     return Order(config, compression, outline, module, module.identify(config.backend))
+
+
+def folder_of(model: Path, backend: str = "") -> Path:
+    """The checkpoint folder that ``model`` means: itself, or one that is made of a GGUF
+    file. Raises KvlatheError for a file that cannot be read, and for one that
+    ``backend`` cannot take."""
+    file = None if cache.is_checkpoint(model) else gguf_of(model)
+    found = model
+    if file is not None:
+        if not file.is_file():
+            raise KvlatheError(
+                f"there is no file {file}",
+                "",
+                "give a GGUF file or a checkpoint folder",
+            )
+        from kvlathe.export.gguf.folder import write_checkpoint
+
+        log.info("reading config and tokenizer of %s", file)
+        found = cache.checkpoint_of(file, partial(write_checkpoint, file))
+    if cache.is_checkpoint(found) and backend in WHOLE_CHECKPOINTS:
+        raise KvlatheError(
+            f"--backend {backend} takes no GGUF file",
+            "it needs a checkpoint in Hugging Face form",
+            "give the checkpoint that the file was made of, or choose another backend",
+        )
+    return found
 
 
 def options_of(config: BuildConfig) -> RankOptions:
@@ -253,7 +289,7 @@ def _version(library: str) -> str:
 
 def _digests(model: Path) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint that a build reads."""
-    weights = sorted(model.glob("*.safetensors"))
+    weights = sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
     others = [model / name for name in ("config.json", *FILES)]
     there = [path for path in (*weights, *others) if path.is_file()]
     if there:

@@ -20,7 +20,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.engines import cache
 from kvlathe.engines.folder import check_file_target, whole_file
-from kvlathe.engines.order import Order
+from kvlathe.engines.order import Order, folder_of
 from kvlathe.engines.phases import phase
 from kvlathe.engines.pricing import cache_settings, named_heads, variant_of
 from kvlathe.plan.heads import ModelShape
@@ -69,7 +69,7 @@ def open_checkpoint(
     if workers:
         torch.set_num_threads(workers)
     adapters = [read_adapter(text) for text in lora]
-    return Checkpoint(model, max_seq_len, choose_device(device), adapters)
+    return Checkpoint(folder_of(model), max_seq_len, choose_device(device), adapters)
 
 
 def plan_for(order: Order, checkpoint: Checkpoint) -> Planned:

@@ -42,7 +42,8 @@ all."""
 INSIDE: dict[str, dict[str, set[str]]] = {
     "export": {
         "families": set(),
-        "model": {"families", "attention"},
+        "gguf": set(),
+        "model": {"families", "attention", "gguf"},
         "attention": set(),
         "calibration": {"model"},
         "bases": {"calibration"},

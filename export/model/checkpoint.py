@@ -1,7 +1,7 @@
 """Checkpoint: the weights of a Hugging Face folder, one tensor at a time, under the
 decoder's names and in its layout.
 
-Only safetensors are read: they hold numbers and nothing that could run.
+Safetensors and GGUF files are read: they hold numbers and nothing that could run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from kvlathe.base import chat_template, tokenizer_files
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.export.gguf.tensors import GgufTensors
 from kvlathe.export.model import stacked
+from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
@@ -135,14 +137,35 @@ class Checkpoint:
         """The grid on which the checkpoint has the decoder's map ``name``, its outputs
         in the decoder's order; None where it has floats, or where groups are out of
         order."""
-        codes = self._packed(stored_name(self.spec, name))
+        stored = stored_name(self.spec, name)
+        gguf = self._gguf(stored)
+        if gguf is not None:
+            scales = gguf.scales(self.aliases.get(stored, stored))
+            if scales is None or self._is_merged(stored):
+                return None
+            scales = cut(self.spec, name, scales.to(self.device))
+            return Grid(apply_factor(self.spec, name, scales), None)
+        codes = self._packed(stored)
         if codes is None or codes.order is not None:
             return None
         own = codes.grid()
+        assert own.zeros is not None
         scales, zeros = (self._turned(x) for x in (own.scales, own.zeros))
         scales = cut(self.spec, name, scales)
         zeros = cut(self.spec, name, zeros)
         return Grid(apply_factor(self.spec, name, scales), zeros)
+
+    def kinds(self) -> dict[str, str]:
+        """The decoder's maps -> ggml's types of what is stored, in a GGUF file; empty
+        for any other."""
+        found: dict[str, str] = {}
+        for name in self.weights:
+            *layer, role, kind = name.split(".")
+            stored = stored_name(self.spec, name) if role in MAPS else ""
+            file = self._gguf(stored)
+            if layer and kind == "weight" and file is not None:
+                found[name] = file.kind(self.aliases.get(stored, stored))
+        return found
 
     @cached_property
     def disordered(self) -> str:
@@ -183,7 +206,11 @@ class Checkpoint:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
         those are read."""
         source = stored_name(self.spec, name)
-        rows = cut(self.spec, name, self._read(source))[index.cpu()]
+        gguf = self._gguf(source)
+        if gguf is not None and not self._is_merged(source):
+            rows = gguf.get_rows(self.aliases.get(source, source), index.cpu())
+        else:
+            rows = cut(self.spec, name, self._read(source))[index.cpu()]
         return apply_factor(
             self.spec, name, finite(rows.to(self.device).float(), source)
         )
@@ -216,8 +243,14 @@ class Checkpoint:
 
     def _forget(self, name: str, stored: Tensor, copy: Tensor) -> None:
         """Let go of what was read, where it is of the mapped file."""
-        if self.packing is None and not self._is_merged(name):
+        is_copy = self.packing is not None or self._gguf(name) is not None
+        if not is_copy and not self._is_merged(name):
             forget(stored, copy)
+
+    def _gguf(self, name: str) -> GgufTensors | None:
+        """The GGUF file that holds the folder's tensor ``name``."""
+        file = self._where.get(self.aliases.get(name, name))
+        return file if isinstance(file, GgufTensors) else None
 
     def _stored(self, name: str) -> Tensor:
         stored = self.aliases.get(name, name)

@@ -25,10 +25,10 @@ OFF_GRID = 0.02
 @dataclass(frozen=True)
 class Grid:
     """The grid of a checkpoint's own codes: ``scales`` and ``zeros`` [K / g, N]
-    float32."""
+    float32; no zeros where each is the middle code, whatever the codes' width."""
 
     scales: Tensor
-    zeros: Tensor
+    zeros: Tensor | None
 
 
 def quantize(
@@ -110,6 +110,8 @@ def _repeat(grid: Grid, inputs: int, form: WeightFormat) -> tuple[Tensor, Tensor
     """Scales and zeros [N, G] in groups of ``form``, which divide the grid's."""
     times = max(1, form.groups(inputs) // len(grid.scales))
     scales = grid.scales.T.repeat_interleave(times, 1)
+    if grid.zeros is None:
+        return scales, torch.full_like(scales, middle(form.bits))
     return scales, grid.zeros.T.repeat_interleave(times, 1)
 
 

@@ -1,4 +1,5 @@
-"""Files of a checkpoint folder that hold its weights: safetensors, and no pickles."""
+"""Files of a checkpoint folder that hold its weights: safetensors or a GGUF file, and
+no pickles."""
 
 from __future__ import annotations
 
@@ -6,20 +7,23 @@ import json
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.gguf_files import gguf_of
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 DOWNLOAD = "download the checkpoint again"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint folder. Raises KvlatheError if there are
-    none, and for pickled weights."""
+    """The safetensors files of a checkpoint folder, or its GGUF file. Raises
+    KvlatheError if there are none, and for pickled weights."""
     lone = folder / "model.safetensors"
     if lone.is_file():  # as transformers: it goes before shards beside it
         return (lone,)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _shards(index)
+    if gguf := gguf_of(folder):
+        return (gguf,)
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickled:
         raise KvlatheError(

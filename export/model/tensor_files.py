@@ -1,4 +1,4 @@
-"""Safetensors files: opened, checked, and let go of page by page. They hold numbers and
+"""Files of tensors: opened, checked, and let go of page by page. They hold numbers and
 nothing that could run."""
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.gguf_files import SUFFIX
+from kvlathe.export.gguf.tensors import GgufTensors
 from kvlathe.export.model.shards import DOWNLOAD
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -35,6 +37,8 @@ class TensorFile(Protocol):
 
 def open_tensors(path: Path) -> TensorFile:
     """The file, its header read. Raises KvlatheError."""
+    if path.suffix == SUFFIX:
+        return GgufTensors(path)
     try:
         return safe_open(path, framework="pt")  # type: ignore[no-any-return]
     except (SafetensorError, OSError) as error:

@@ -1,6 +1,7 @@
 """Checkpoints by their name on the Hugging Face Hub.
 
-Only what a build reads is fetched: weights as safetensors, the tokenizer, the configs.
+Only what a build reads is fetched: weights as safetensors or one GGUF file, the
+tokenizer, the configs.
 Nothing that is fetched is executed. huggingface_hub downloads, keeps its cache, goes on
 where a download broke off, and shows bars; HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT
 and HF_HUB_OFFLINE mean to it what they mean everywhere.
@@ -16,11 +17,14 @@ from pathlib import Path
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.gguf_files import SUFFIX, gguf_of, is_model, several
 from kvlathe.base.tokenizer_files import FILES, read_object
 
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 NAME = re.compile(rf"(?!.*(?:\.\.|--)){PART}/{PART}")
 """Names as the Hub takes them."""
+FILE = re.compile(rf"((?!.*(?:\.\.|--)){PART}/{PART})/([^/]+\.gguf)")
+"""A GGUF file of one."""
 INDEX = "model.safetensors.index.json"
 WANTED = ("config.json", "*.safetensors", INDEX, *FILES)
 UNWANTED = ("*/*", "consolidated*")
@@ -33,14 +37,18 @@ REPOSITORY = "models--"
 
 def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: ``model`` itself where there is one, else what the
-    Hub has under the name ``org/name``, at a branch, a tag or a commit.
+    Hub has under the name ``org/name``, at a branch, a tag or a commit. A GGUF file is
+    one, too, and on the Hub ``org/name/FILE.gguf``.
 
     Raises KvlatheError for a revision of a folder, a name that the Hub does not have or
-    does not give, one without safetensors, what is missing without a network, and what
-    looks like a mistyped folder: of that the Hub is not told.
+    does not give, one without safetensors and one GGUF file, what is missing without a
+    network, and what looks like a mistyped folder: of that the Hub is not told.
     """
-    name = model.as_posix()
-    if model.exists() or not NAME.fullmatch(name):
+    name, file = model.as_posix(), ""
+    if found := FILE.fullmatch(name):
+        name, file = found[1], found[2]
+    is_name = NAME.fullmatch(name) and not name.endswith(SUFFIX)
+    if model.exists() or not is_name:
         if revision is not None:
             raise KvlatheError(
                 f"--revision {revision} cannot be had",
@@ -51,7 +59,11 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
     if revision is None and model.parent.is_dir():
         raise _mistyped(model)
     log.info("%s is no folder here: asking the Hub", name)
+    if file:
+        return _fetched(name, revision, (file,)) / file
     folder = _fetched(name, revision)
+    if not any(folder.glob("*.safetensors")) and gguf_of(folder) is None:
+        folder = _with_gguf(name, revision, folder)
     if missing := missing_files(folder):
         raise KvlatheError(
             f"{name} is not whole in {folder}",
@@ -76,7 +88,10 @@ def _mistyped(model: Path) -> KvlatheError:
 
 
 def model_name(folder: Path) -> str:
-    """A checkpoint's name: its folder's, or the Hub's for a snapshot."""
+    """A checkpoint's name: its folder's, its GGUF file's, or the Hub's for a
+    snapshot."""
+    if file := gguf_of(folder):
+        return file.stem
     whole = folder.resolve()
     repository = whole.parent.parent.name
     if whole.parent.name == SNAPSHOTS and repository.startswith(REPOSITORY):
@@ -92,13 +107,33 @@ def missing_files(folder: Path) -> list[str]:
         if isinstance(shards, dict):
             wanted += sorted({str(shard) for shard in shards.values()})
     missing = [name for name in wanted if not (folder / name).is_file()]
+    if gguf_of(folder) is not None:
+        return []
     if len(wanted) == 1 and not any(folder.glob("*.safetensors")):
         missing.append("a file of weights (*.safetensors; pickles are not read)")
     return missing
 
 
-def _fetched(name: str, revision: str | None) -> Path:
-    """The Hub's snapshot on this machine."""
+def _with_gguf(name: str, revision: str | None, folder: Path) -> Path:
+    """A snapshot without weights, with the GGUF file that the Hub has beside it, if it
+    has one. Raises KvlatheError for several."""
+    if offline():
+        return folder
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        listed = api.list_repo_files(name, revision=revision)
+    except Exception as error:  # its errors have no common class
+        raise _refusal(name, revision, error) from error
+    files = [path for path in sorted(listed) if "/" not in path and is_model(path)]
+    if len(files) > 1:
+        raise several(name, files)
+    return _fetched(name, revision, (*WANTED, *files)) if files else folder
+
+
+def _fetched(name: str, revision: str | None, wanted: tuple[str, ...] = WANTED) -> Path:
+    """The Hub's snapshot on this machine, with the files ``wanted``."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars
@@ -118,7 +153,7 @@ def _fetched(name: str, revision: str | None) -> Path:
             revision=revision,
             cache_dir=os.environ.get("HF_HUB_CACHE"),
             endpoint=os.environ.get("HF_ENDPOINT"),
-            allow_patterns=[*WANTED],
+            allow_patterns=[*wanted],
             ignore_patterns=[*UNWANTED],
             local_files_only=offline(),
         )

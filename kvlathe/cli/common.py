@@ -76,8 +76,8 @@ MODEL = click.option(
     "--model",
     type=PATH,
     required=True,
-    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors), or the "
-    "name org/model of one on the Hub.",
+    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors), a GGUF "
+    "file, or the name org/model (org/model/FILE.gguf) of one on the Hub.",
 )
 REVISION = click.option(
     "--revision", help="Branch, tag or commit of a model on the Hub. [default: main]"

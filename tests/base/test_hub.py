@@ -156,3 +156,30 @@ def test_shards_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-1.safetensors").touch()
     assert missing_files(tmp_path) == ["model-2.safetensors"]
+
+
+def gguf_only(*names: str) -> dict[str, bytes]:
+    return dict.fromkeys(names, b"GGUF") | {"README.md": b"# read me"}
+
+
+def test_the_one_gguf_file_of_a_model_is_fetched(hub: FakeHub) -> None:
+    hub.files = gguf_only("tiny-Q8_0.gguf", "mmproj-tiny.gguf", "sub/tiny.gguf")
+    folder = checkpoint_folder(Path(NAME))
+    assert names(folder) == {"tiny-Q8_0.gguf"}
+    assert model_name(folder) == "tiny-Q8_0"
+    assert checkpoint_folder(Path(NAME)) == folder
+
+
+def test_of_several_gguf_files_one_is_asked_for(hub: FakeHub) -> None:
+    hub.files = gguf_only("tiny-Q4_0.gguf", "tiny-Q8_0.gguf")
+    with pytest.raises(KvlatheError, match=r"tiny-Q4_0\.gguf, tiny-Q8_0\.gguf"):
+        checkpoint_folder(Path(NAME))
+    assert not [path for path, _ in hub.asked if path.endswith(".gguf")]
+    file = checkpoint_folder(Path(NAME) / "tiny-Q8_0.gguf")
+    assert file.read_bytes() == b"GGUF" and names(file.parent) == {file.name}
+    assert model_name(file) == "tiny-Q8_0"
+
+
+def test_of_safetensors_and_a_gguf_file_the_first_are_fetched(hub: FakeHub) -> None:
+    hub.files["tiny.gguf"] = b"GGUF"
+    assert "tiny.gguf" not in names(checkpoint_folder(Path(NAME)))
