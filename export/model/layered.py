@@ -39,6 +39,20 @@ class LayerPull:
     pull: Tensor
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: what each layer reads, [T, D] each, and what the last one gives of
+    ``rows``, [R, D]."""
+
+    rows: tuple[int, ...]
+    states: list[Tensor]
+    last: Tensor
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """What the last layer gives of some of the rows."""
+        return self.last[[self.rows.index(row) for row in rows]]
+
+
 class LayeredModel:
     """The model of ``checkpoint``, on its device, in float32. ``kept``: layers stay in
     memory once they are read, else each is read again for each pass."""
@@ -47,6 +61,7 @@ class LayeredModel:
         self._checkpoint = checkpoint
         self._kept = kept
         self._layers: dict[int, LayerRunner] = {}
+        self._passes: dict[tuple[int, ...], Pass] = {}
         self._head = SlicedHead(checkpoint)
 
     @property
@@ -57,17 +72,24 @@ class LayeredModel:
     def device(self) -> torch.device:
         return self._checkpoint.device
 
-    def states(
-        self, ids: Sequence[int], rows: Sequence[int], advance: Advance = _unsaid
-    ) -> list[Tensor]:
-        """What each layer reads, [T, D], and what the last one gives of ``rows``,
-        [R, D]."""
-        return list(self._passed(ids, rows, advance))
-
-    def logits(self, ids: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """[len(rows), V] float32: next-token logits of one sequence."""
-        (last,) = deque(self._passed(ids, rows, _unsaid), maxlen=1)
+    def logits(
+        self, ids: Sequence[int], rows: Sequence[int], remembered: bool = False
+    ) -> Tensor:
+        """[len(rows), V] float32: next-token logits of one sequence. ``remembered``: for
+        the next gradients of scores of some of these rows, unless ``forget`` comes
+        first."""
+        passed = self._passed(ids, rows, _unsaid)
+        last: Tensor
+        if remembered:
+            *states, last = passed
+            self._passes[tuple(ids)] = Pass(tuple(rows), states, last)
+        else:
+            (last,) = deque(passed, maxlen=1)
         return self._head.logits(last)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Let go of a pass that was remembered."""
+        self._passes.pop(tuple(ids), None)
 
     def pulls(
         self,
@@ -79,7 +101,7 @@ class LayeredModel:
         """Every layer, the last one first, with the gradients of scores of the logits of
         ``rows``. ``advance`` comes to 1 with the forward pass; the layers are another.
         Of the last layer no other rows pass the MLP."""
-        *states, last = self.states(ids, rows, advance)
+        states, last = self._states(ids, rows, advance)
         places = self._places(ids)
         after = self._head.pulls(last, slopes_of)  # [S, R, D]
         before = after.new_empty((len(after), *states[0].shape))  # [S, T, D]
@@ -103,10 +125,22 @@ class LayeredModel:
             del captured, own, wanted
             yield LayerPull(layer, runner, detached, pull)
 
+    def _states(
+        self, ids: Sequence[int], rows: Sequence[int], advance: Advance
+    ) -> tuple[list[Tensor], Tensor]:
+        """What each layer reads, and what the last one gives of ``rows``."""
+        known = self._passes.pop(tuple(ids), None)
+        if known is not None and set(rows) <= set(known.rows):
+            advance(1)
+            return known.states, known.of(rows)
+        *states, last = self._passed(ids, rows, advance)
+        return states, last
+
     def _passed(
         self, ids: Sequence[int], rows: Sequence[int], advance: Advance
     ) -> Iterator[Tensor]:
-        """``states``, one after the other."""
+        """What each layer reads, one after the other, and what the last one gives of
+        ``rows``."""
         places = self._places(ids)
         hidden = embed(self._checkpoint, torch.tensor(ids, device=self.device), places)
         yield hidden

@@ -91,10 +91,14 @@ def _layer(spec: DecoderSpec, tokens: int, gradients: bool) -> int:
     return FLOAT * ((2 if gradients else 1) * of_token * tokens + scores)
 
 
-def of_prices(spec: DecoderSpec, tokens: int, draws: int, queries: int) -> Need:
-    """Gradients of ``draws`` scores through the layered model on one sequence, and the
-    attention of ``queries`` of one lane with its forms."""
-    states = (spec.layers + 1 + 2 * draws) * tokens * spec.hidden_size
+def of_prices(
+    spec: DecoderSpec, tokens: int, remembered: int, draws: int, queries: int
+) -> Need:
+    """Gradients of ``draws`` scores through the layered model on one sequence, beside
+    passes over ``remembered`` tokens, and the attention of ``queries`` of one lane with
+    its forms."""
+    states = (spec.layers + 1) * (tokens + remembered) + 2 * draws * tokens
+    states *= spec.hidden_size
     lanes = (draws + 2) * tokens * spec.query_heads * spec.head_dim
     logits = 4 * max(LOGITS_AT_ONCE, spec.vocab_size) + WEIGHTS_AT_ONCE
     forms = (6 + 2 * draws) * spec.group_size * queries * tokens

@@ -125,6 +125,8 @@ def exercises(
             if len(places) >= FEW:
                 taken.append((exercise, places))
                 found += 1
+            else:
+                model.forget(exercise.ids)
         log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
     total = sum(len(places) for _, places in taken)
     readings = []
@@ -155,4 +157,5 @@ def _before_answers(model: LayeredModel, exercise: Exercise, cut: int) -> torch.
     """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
     tokens."""
     rows = [place - 1 - cut for place in exercise.answers]
-    return model.logits(exercise.ids[cut:], rows).log_softmax(-1)
+    logits = model.logits(exercise.ids[cut:], rows, remembered=not cut)
+    return logits.log_softmax(-1)

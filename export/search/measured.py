@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvlathe.base.console import log
+from kvlathe.base.console import human_bytes, log
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
@@ -31,7 +31,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.layered import LayeredModel
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.search.exams import Exam
-from kvlathe.export.search.exercises import exercises
+from kvlathe.export.search.exercises import KINDS, exercises
 from kvlathe.export.search.readings import (
     QUESTION_DRAWS,
     Reading,
@@ -162,15 +162,19 @@ def uncompressed(checkpoint: Checkpoint) -> LayeredModel:
     take less than half of what is left."""
     spec = checkpoint.spec
     need = pricing_need(spec, min(spec.max_seq_len, FAR_TOKENS))
-    left = memory.free_bytes(checkpoint.device) - need.bytes
-    return LayeredModel(checkpoint, spec.layers * memory.layer_weights(spec) < left / 2)
+    layers = spec.layers * memory.layer_weights(spec)
+    kept = layers < (memory.free_bytes(checkpoint.device) - need.bytes) / 2
+    where = "stay in memory" if kept else "are read again for each pass"
+    log.debug("the layers, %s, %s", human_bytes(layers), where)
+    return LayeredModel(checkpoint, kept)
 
 
 def pricing_need(spec: DecoderSpec, tokens: int) -> memory.Need:
     """Memory that measuring takes where sequences of up to ``tokens`` tokens are
     served."""
     longest = max(min(tokens, FAR_TOKENS), min(NEAR_TOKENS, spec.max_seq_len))
-    return memory.of_prices(spec, longest, QUESTION_DRAWS, 2 * QUERIES)
+    remembered = EXERCISES * len(KINDS) * (longest + NEAR_TOKENS)
+    return memory.of_prices(spec, longest, remembered, QUESTION_DRAWS, 2 * QUERIES)
 
 
 def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:

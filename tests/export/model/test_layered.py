@@ -108,6 +108,33 @@ def test_gradients_are_those_of_the_whole_model_in_float64(
         torch.testing.assert_close(own, whole, atol=1e-4 * largest, rtol=1e-3)
 
 
+def test_a_pass_that_is_remembered_gives_the_same_gradients(
+    reference: Reference,
+) -> None:
+    """Once, and of some of its rows in any order; then it is gone."""
+    model = LayeredModel(Checkpoint(reference("llama")[0]))
+    ids = list(range(3, 3 + TOKENS))
+    chance = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
+
+    def found() -> list[Tensor]:
+        def slopes_of(logits: Tensor, rows: slice) -> Slopes:
+            return text_score(logits, chance[:, rows], rows)
+
+        return [one.pull for one in model.pulls(ids, (41, 3, 68), slopes_of)]
+
+    expected = found()
+    model.logits(ids, ROWS, remembered=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_passed", None)
+        for own, other in zip(found(), expected, strict=True):
+            torch.testing.assert_close(own, other)
+        with pytest.raises(TypeError):
+            found()
+    model.logits(ids, ROWS, remembered=True)
+    model.forget(ids)
+    assert not model._passes
+
+
 # -- memory ----------------------------------------------------------------------------
 MEASURED = """
 import json, resource, sys, torch
@@ -161,12 +188,12 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Checkpoint(reference("llama")[0]).spec
-    need = memory.of_prices(spec, 4096, 2, 512)
+    need = memory.of_prices(spec, 4096, 0, 2, 512)
     monkeypatch.setattr(memory.machine, "free_bytes", lambda: need.bytes)
     need.require(torch.device("cpu"), "do this")
     monkeypatch.setattr(memory.machine, "free_bytes", lambda: need.bytes - 1)
     with pytest.raises(KvlatheError, match="Do this") as refusal:
         need.require(torch.device("cpu"), "do this")
     assert "measuring sensitivity" in refusal.value.fact
-    longer = memory.of_prices(spec, 8192, 2, 512)
+    longer = memory.of_prices(spec, 8192, 0, 2, 512)
     assert longer.activations > need.activations and longer.weights == need.weights
