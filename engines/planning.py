@@ -22,7 +22,12 @@ from kvlathe.engines import cache
 from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.order import Order, folder_of
 from kvlathe.engines.phases import phase
-from kvlathe.engines.pricing import cache_settings, named_heads, variant_of
+from kvlathe.engines.pricing import (
+    cache_settings,
+    check_memory,
+    named_heads,
+    variant_of,
+)
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
@@ -76,6 +81,7 @@ def plan_for(order: Order, checkpoint: Checkpoint) -> Planned:
     """Plan an order: calibrate where its methods need it, search where it asks for an
     accuracy."""
     order.compression.check_model(checkpoint.spec.shape)
+    check_memory(order, checkpoint)
     with phase("calibrating"):
         stats = statistics(order, checkpoint)
     with phase("planning"):

@@ -51,6 +51,21 @@ def named_heads(
     return named(order.compression, checkpoint, window, settings, sources, remembered)
 
 
+def check_memory(order: Order, checkpoint: Checkpoint) -> None:
+    """Raise KvlatheError where prices take more memory than is free. Nothing has been
+    computed."""
+    from kvlathe.export.search.measured import pricing_need
+
+    if not order.compression.measured and not order.compression.measures_heads:
+        return
+    longest = checkpoint.spec.max_seq_len
+    need = pricing_need(
+        checkpoint.spec, min(order.config.target_len or longest, longest)
+    )
+    shorter = "end other programs, raise the container's limit, or give a smaller "
+    need.require(checkpoint.device, f"{shorter}--target-len or --max-seq-len")
+
+
 def variant_of(
     order: Order,
     checkpoint: Checkpoint,

@@ -43,7 +43,7 @@ from kvlathe.runtime.requests.compaction import Compaction, CompactionResult, co
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.exchange import Exchange
-from kvlathe.runtime.requests.forced import ForcedText
+from kvlathe.runtime.requests.forced import ForcedText, until
 from kvlathe.runtime.requests.request import Delta, OnDelta, Request
 from kvlathe.runtime.requests.sequences import (
     Prompt,
@@ -409,12 +409,45 @@ class LLM(ClosesAtExit):
         would see them. Rows inside a prompt attend a cache that is not compressed.
         Raises KvlatheError for a text that is empty or too long.
         """
-        text = ForcedText(
-            self.engine, self._sequences, self.encode(token_ids), rows, prompt
-        )
         given_up = threading.Event()
+        text = self._forced(token_ids, rows, prompt)
         try:
             return self.thread.call(partial(text.logits, given_up.is_set))
         except BaseException:  # an interrupt ends the work too
             given_up.set()
             raise
+
+    def logits_in_blocks(
+        self, texts: Items[Items[int]], blocks: Items[range]
+    ) -> Generator[npt.NDArray[np.float32]]:
+        """The same of several texts at once, for ``blocks`` of rows, ascending, one
+        after the other: [texts, rows, vocab] each. No more than one block's logits are in
+        memory."""
+        rows = [row for block in blocks for row in block]
+        given_up = threading.Event()
+        own = [self._forced(text, rows, None) for text in texts]
+        try:
+            for block in blocks:
+                work = partial(
+                    until, self.engine, own, block.stop, block, given_up.is_set
+                )
+                found = self.thread.call(work)
+                yield found.reshape(len(own), len(block), -1)
+        finally:
+            given_up.set()
+            for text in own:
+                self.thread.call(text.close)
+
+    def texts_at_once(self, tokens: int, most: int) -> int:
+        """How many texts of ``tokens`` tokens the cache holds together, 1 to
+        ``most``."""
+        worst = self.pool.worst_pages(tokens)
+        most = min(most, self.engine.scheduler.limits.max_batch_size)
+        counts = range(most, 1, -1)
+        return next((n for n in counts if self.pool.fits([worst] * n)), 1)
+
+    def _forced(
+        self, token_ids: Items[int], rows: Items[int], prompt: int | None
+    ) -> ForcedText:
+        tokens = self.encode(token_ids)
+        return ForcedText(self.engine, self._sequences, tokens, rows, prompt)

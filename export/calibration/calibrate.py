@@ -24,6 +24,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration import entropy
 from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
+from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
@@ -36,6 +37,10 @@ TOKENS = {"random": 8192, "text": 16384}
 """Fewest tokens of either source, and the default: papers FDC (random tokens) and ZACK
 (coherent text)."""
 RANDOM_LENGTH = 2048
+SMALLER = (
+    "end other programs, raise the container's limit, or ask for fewer tokens "
+    "(--calibration-tokens)"
+)
 GOLDEN = (5**0.5 - 1) / 2
 TEXT_LENGTH = (400, 2048)
 """Tokens of a piece of text: shorter documents are passed over, longer ones are cut."""
@@ -147,6 +152,8 @@ def calibrate_on(
     """
     spec = checkpoint.spec
     lengths = [len(ids) for ids in sequences]
+    need = memory.of_calibration(spec, sum(lengths), max(lengths))
+    need.require(checkpoint.device, SMALLER)
     starts = [0] * len(lengths)
     if spread:
         starts = _starts(lengths, spec.max_seq_len, seed)

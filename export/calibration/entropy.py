@@ -20,7 +20,7 @@ from kvlathe.export.calibration.effective_ranks import (
     WINDOW,
     Entropies,
 )
-from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
+from kvlathe.export.model.plain_attention import PlainAttention, seen_from
 
 
 # -- one matrix ------------------------------------------------------------------------
@@ -89,10 +89,11 @@ def last_attention(q: Tensor, k: Tensor, attention: PlainAttention) -> Tensor:
     """
     lanes, n, d = k.shape
     first = max(0, n - LAST)
-    rows = torch.arange(first, n, device=k.device)
+    places = torch.arange(n, device=k.device)
+    rows = places[first:]
     queries = q[:, first:].reshape(lanes, -1, len(rows), d)  # [H, G, R, d]
     scores = queries @ k[:, None].mT * attention.scale  # [H, G, R, n]
-    by_row = seen_tokens(n, attention.window, k.device)[rows]  # [R, n]
+    by_row = seen_from(rows, places, attention.window)  # [R, n]
     shares = attention.shares(scores.flatten(0, 1), by_row)
     return shares.unflatten(0, (lanes, -1)).sum((1, 2))
 

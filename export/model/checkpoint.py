@@ -215,6 +215,12 @@ class Checkpoint:
             self.spec, name, finite(rows.to(self.device).float(), source)
         )
 
+    def as_stored(self, name: str) -> Tensor:
+        """The numbers that ``weight(name)`` is made of, in their own dtype: on a CPU a
+        view of the mapped file, where it holds them as they are."""
+        stored = self._read(stored_name(self.spec, name)).to(self.device)
+        return cut(self.spec, name, stored)
+
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``
         does."""

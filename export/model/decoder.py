@@ -8,7 +8,7 @@ heads, H KV heads, V vocabulary, W = sum of rank_k + rank_v over all lanes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.model.blocks import AnyLinear, Norm, Rotator, Table, linear, table
 from kvlathe.export.model.layer import DecoderLayer, Widths
+from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import logits
 from kvlathe.plan.plan import CompressionPlan
@@ -102,6 +103,26 @@ class Decoder(nn.Module):
         has an observation window. ``places`` [R]: of one sequence with nothing cached,
         the tokens that the last layer computes; logit_rows are then among them.
         """
+        steps = cu_seqlens_q, query_offsets, lengths, page_tables, pools
+        x, *more = self._passed(
+            source, positions, *steps, logit_rows, observation_weights, places
+        )
+        return (self._logits(x) if self.last else x), *more
+
+    def _passed(
+        self,
+        source: Tensor,
+        positions: Tensor,
+        cu_seqlens_q: Tensor,
+        query_offsets: Tensor,
+        lengths: Tensor,
+        page_tables: Sequence[Tensor],
+        pools: dict[str, Tensor],
+        logit_rows: Tensor,
+        observation_weights: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """``forward``, but hidden states [R, D] in place of logits."""
         x = self.embed(source) if self.first and self.embed is not None else source
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -130,8 +151,8 @@ class Decoder(nn.Module):
         x, *more = layer(x, step, places, wanted)
         handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
-        if self.last:
-            x = self._logits(x if places is None else x.index_select(0, logit_rows))
+        if self.last and places is not None:
+            x = x.index_select(0, logit_rows)
         return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -149,8 +170,24 @@ class Decoder(nn.Module):
         with nothing cached."""
         return self.read(input_ids, rows)
 
+    @torch.inference_mode()
+    def logits_in_blocks(
+        self, input_ids: Sequence[int], rows: Sequence[int]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The same, some rows after the other: (which of ``rows``, their logits),
+        LOGITS_AT_ONCE at most."""
+        hidden = self._hidden(input_ids, rows)
+        size = max(1, LOGITS_AT_ONCE // self.spec.vocab_size)
+        for start in range(0, len(rows), size):
+            block = slice(start, min(start + size, len(rows)))
+            yield block, self._logits(hidden[block])
+
     def read(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The same, where gradients may be taken."""
+        return self._logits(self._hidden(input_ids, rows))
+
+    def _hidden(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """[len(rows), D]: what the head reads."""
         count = len(input_ids)
         lengths = [[0] * len(self.plan.index.buckets)]
 
@@ -160,7 +197,7 @@ class Decoder(nn.Module):
         logit_rows, places = ints(rows), None
         if 0 < len(rows) < FEW * count and not self.plan.index.observes:
             places, logit_rows = logit_rows.long().unique(return_inverse=True)
-        return self(
+        return self._passed(
             ints(input_ids),
             ints(range(count)),
             ints([0, count]),

@@ -110,14 +110,29 @@ class LayerRunner:
         """[all query heads, D]"""
         return self._layer.o.weight
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the layer's weights."""
+        return sum(x.nbytes for x in self._layer.state_dict().values())
+
     @torch.inference_mode()
-    def __call__(self, hidden: Tensor, positions: Tensor) -> Captured:
+    def __call__(
+        self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None
+    ) -> Captured:
         """hidden [T, D] of one sequence (its tokens see one another causally),
-        positions [T] of any offset, all where the weights are."""
+        positions [T] of any offset, all where the weights are. With ``rows`` [R], the
+        hidden states after the layer are those of these tokens alone."""
+        return self.run(hidden, positions, rows)
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None
+    ) -> Captured:
+        """The same, where gradients may be taken; of none of the weights."""
         rotation = Rotation(None, None)
         if self._rope is not None:
-            rotation = Rotation(*self._rope(positions, torch.float32)[self._rope_of])
-        after, (q, k, v, o) = self._layer(hidden, rotation)
+            angles = self._rope(positions, hidden.dtype)
+            rotation = Rotation(*angles[self._rope_of])
+        after, (q, k, v, o) = self._layer(hidden, rotation, None, rows)
         return Captured(after, q, k, v, o)
 
 

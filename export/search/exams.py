@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from kvlathe.base.console import log, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.tasks import tasks
+from kvlathe.tasks import metrics, tasks
 
 Metric = Literal["retrieval", "perplexity", "agreement"]
 
@@ -123,10 +123,17 @@ class TorchOracle:
     ) -> npt.NDArray[np.float32]:
         return self._decoder.logits(token_ids, rows).cpu().numpy()
 
+    def logits_in_blocks(
+        self, token_ids: Sequence[int], rows: Sequence[int]
+    ) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
+        """The same, some rows after the other: (which of ``rows``, their logits)."""
+        for block, logits in self._decoder.logits_in_blocks(token_ids, rows):
+            yield block, logits.cpu().numpy()
+
 
 # -- scores ----------------------------------------------------------------------------
 def score(
-    exam: Exam, oracle: tasks.LogitsOracle, said: Sequence[npt.NDArray[np.int64]] = ()
+    exam: Exam, oracle: TorchOracle, said: Sequence[npt.NDArray[np.int64]] = ()
 ) -> float:
     """Higher is better: share of questions answered, 1 / perplexity, or share of tokens
     equal to ``said``, what the uncompressed model says next in each window.
@@ -135,7 +142,7 @@ def score(
         return ask(exam, oracle, 0.0, []).most
     if exam.metric == "perplexity":
         windows = progress(exam.windows, "windows")
-        first, *others = [tasks.text_sums(oracle, window) for window in windows]
+        first, *others = [text_sums(oracle, window) for window in windows]
         return 1 / sum(others, first).perplexity
     same = []
     for window, expected in zip(exam.windows, said, strict=True):
@@ -175,6 +182,17 @@ def ask(
     return Answered((count - wrong) / count, True)
 
 
-def says(oracle: tasks.LogitsOracle, window: Sequence[int]) -> npt.NDArray[np.int64]:
+def text_sums(oracle: TorchOracle, window: Sequence[int]) -> metrics.Sums:
+    """Sums over one window: every token but the first is predicted from those before
+    it."""
+    targets = np.array(window[1:])
+    total = metrics.Sums()
+    for block, logits in oracle.logits_in_blocks(window, range(len(targets))):
+        total += metrics.Sums.of(logits, targets[block])
+    return total
+
+
+def says(oracle: TorchOracle, window: Sequence[int]) -> npt.NDArray[np.int64]:
     """The next token after every place of the window but its last."""
-    return oracle.logits(window, range(len(window) - 1)).argmax(-1)
+    blocks = oracle.logits_in_blocks(window, range(len(window) - 1))
+    return np.concatenate([logits.argmax(-1) for _, logits in blocks])

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvlathe.base.console import log
-from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.layered import LayeredModel
 from kvlathe.export.search.readings import Reading, margin_score
 
 PASSAGE, PASSAGES = 64, 2
@@ -101,7 +101,7 @@ def _piece(
 
 
 def exercises(
-    decoder: Decoder,
+    model: LayeredModel,
     text: Sequence[int],
     length: int,
     count: int,
@@ -109,7 +109,7 @@ def exercises(
     far: bool = False,
 ) -> list[Reading]:
     """Up to ``count`` exercises of each kind, of at most ``length`` tokens, scored at
-    the places that depend on what is far. ``decoder`` is the uncompressed model."""
+    the places that depend on what is far. ``model`` is the uncompressed one."""
     taken: list[tuple[Exercise, list[int]]] = []
     for kind, make in enumerate(KINDS):
         rng = np.random.default_rng((seed, length, kind))
@@ -121,10 +121,12 @@ def exercises(
             if found == count:
                 break
             exercise = make(text, length, rng)
-            places = _dependent(decoder, exercise)
+            places = _dependent(model, exercise)
             if len(places) >= FEW:
                 taken.append((exercise, places))
                 found += 1
+            else:
+                model.forget(exercise.ids)
         log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
     total = sum(len(places) for _, places in taken)
     readings = []
@@ -138,11 +140,11 @@ def exercises(
 
 
 @torch.inference_mode()
-def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
+def _dependent(model: LayeredModel, exercise: Exercise) -> list[int]:
     """The places of the answers that the model gets right, and would give GAIN nats
     less where it saw only what is near."""
-    whole = _before_answers(decoder, exercise, 0)
-    near = _before_answers(decoder, exercise, max(0, exercise.start - NEAR))
+    whole = _before_answers(model, exercise, 0)
+    near = _before_answers(model, exercise, max(0, exercise.start - NEAR))
     answers = [exercise.ids[place] for place in exercise.answers]
     labels = torch.tensor(answers, device=whole.device)
     right = whole.argmax(-1) == labels
@@ -151,8 +153,9 @@ def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
     return [place for place, is_kept in judged if is_kept]
 
 
-def _before_answers(decoder: Decoder, exercise: Exercise, cut: int) -> torch.Tensor:
+def _before_answers(model: LayeredModel, exercise: Exercise, cut: int) -> torch.Tensor:
     """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
     tokens."""
     rows = [place - 1 - cut for place in exercise.answers]
-    return decoder.logits(exercise.ids[cut:], rows).log_softmax(-1)
+    logits = model.logits(exercise.ids[cut:], rows, remembered=not cut)
+    return logits.log_softmax(-1)

@@ -67,10 +67,10 @@ def window_losses(
     path = None if remembered is None else remembered / f"{key}.npz"
     if kept := recall(path, 1):
         return kept[0]
-    decoder = uncompressed(checkpoint)
-    far = [reading for reading in sources.readings(decoder, form.seed) if reading.far]
+    model = uncompressed(checkpoint)
+    far = [reading for reading in sources.readings(model, form.seed) if reading.far]
     page, seed = form.page_tokens, form.seed
-    found = losses(decoder, far, _no_forms, [window], page, seed).windows[:, 0]
+    found = losses(model, far, _no_forms, [window], page, seed).windows[:, 0]
     remember(path, found)
     return found
 

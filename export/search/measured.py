@@ -18,23 +18,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvlathe.base.console import log
+from kvlathe.base.console import human_bytes, log
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
-from kvlathe.export.methods.composition import CacheSettings, Made, compose
-from kvlathe.export.methods.compression import UNCOMPRESSED, Compression
+from kvlathe.export.methods.composition import CacheSettings, Made
+from kvlathe.export.methods.compression import Compression
 from kvlathe.export.methods.forms import FORMATS, Array, Grid
-from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import Variant, removed
+from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.layered import LayeredModel
+from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.search.exams import Exam
-from kvlathe.export.search.exercises import exercises
-from kvlathe.export.search.readings import Reading, of_questions, of_text
+from kvlathe.export.search.exercises import KINDS, exercises
+from kvlathe.export.search.readings import (
+    QUESTION_DRAWS,
+    Reading,
+    of_questions,
+    of_text,
+)
 from kvlathe.export.search.remembered import recall, remember
 from kvlathe.export.search.sensitivity import (
+    QUERIES,
     Candidate,
     Candidates,
     Losses,
@@ -91,7 +97,7 @@ class Sources:
         windows = (window for exam in self.exams for window in exam.windows)
         return list(itertools.chain.from_iterable(windows))
 
-    def readings(self, decoder: Decoder, seed: int) -> list[Reading]:
+    def readings(self, model: LayeredModel, seed: int) -> list[Reading]:
         """The first windows of texts and the shortest questions for forms, the longest
         for windows; and the exercises for both."""
         chosen: list[Reading] = []
@@ -107,14 +113,13 @@ class Sources:
         if text:
             chosen += of_text([text[: self.far]], far=True)
         if text and self.exercised:
-            chosen += exercises(
-                decoder, text, min(NEAR_TOKENS, self.far), EXERCISES, seed
-            )
-            chosen += exercises(decoder, text, self.far, EXERCISES, seed, far=True)
+            near = min(NEAR_TOKENS, self.far)
+            chosen += exercises(model, text, near, EXERCISES, seed)
+            chosen += exercises(model, text, self.far, EXERCISES, seed, far=True)
         return chosen
 
 
-PRICED = 3
+PRICED = 4
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
@@ -152,22 +157,32 @@ def price(
     return Priced(grid, found.forms, windows, form.paired)
 
 
-def uncompressed(checkpoint: Checkpoint) -> Decoder:
-    """The model as it is, to take gradients of."""
+def uncompressed(checkpoint: Checkpoint) -> LayeredModel:
+    """The model as it is, to take gradients of. Its layers stay in memory where they
+    take less than half of what is left."""
     spec = checkpoint.spec
-    settings = CacheSettings(32, layer_windows=spec.windows)
-    whole = compose(
-        UNCOMPRESSED, spec.shape, spec.rope is not None, None, RankOptions(), settings
-    )
-    return decoder_from(checkpoint, *whole)
+    need = pricing_need(spec, min(spec.max_seq_len, FAR_TOKENS))
+    layers = spec.layers * memory.layer_weights(spec)
+    kept = layers < (memory.free_bytes(checkpoint.device) - need.bytes) / 2
+    where = "stay in memory" if kept else "are read again for each pass"
+    log.debug("the layers, %s, %s", human_bytes(layers), where)
+    return LayeredModel(checkpoint, kept)
+
+
+def pricing_need(spec: DecoderSpec, tokens: int) -> memory.Need:
+    """Memory that measuring takes where sequences of up to ``tokens`` tokens are
+    served."""
+    longest = max(min(tokens, FAR_TOKENS), min(NEAR_TOKENS, spec.max_seq_len))
+    remembered = EXERCISES * len(KINDS) * (longest + NEAR_TOKENS)
+    return memory.of_prices(spec, longest, remembered, QUESTION_DRAWS, 2 * QUERIES)
 
 
 def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
-    decoder = uncompressed(checkpoint)
-    readings = sources.readings(decoder, grid.seed)
+    model = uncompressed(checkpoint)
+    readings = sources.readings(model, grid.seed)
     candidates = _candidates(grid, checkpoint.device)
     return losses(
-        decoder, readings, candidates, grid.windows, grid.page_tokens, grid.seed
+        model, readings, candidates, grid.windows, grid.page_tokens, grid.seed
     )
 
 

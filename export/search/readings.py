@@ -1,5 +1,10 @@
 """Readings: sequences that sensitivity is measured on, the places that are scored, and
-how."""
+how.
+
+A score is a sum over its places, so that its gradient may be taken some of them at a
+time. Chance comes in as numbers in [0, 1), one for each draw and place: how many are
+taken at a time changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.tasks import tasks
 
 TEXT_DRAWS, QUESTION_DRAWS = 2, 4
@@ -18,27 +24,34 @@ LEAST_MARGIN = 0.5
 """Logits: below this an answer is as good as undecided, and its margin says nothing of
 how sure it was."""
 
-Scored = Callable[[Tensor, torch.Generator], Tensor]
+Scored = Callable[[Tensor, Tensor, slice], Slopes]
+"""(logits [R, V] of some of the scored places, chance [S, R] of each draw, which of
+them) -> the gradients of the S draws' scores. The logits may be overwritten."""
 
 
-def text_score(logits: Tensor, draw: torch.Generator) -> Tensor:
-    """Sum of log p(y) over all places, y drawn from the model."""
-    logs = logits.log_softmax(-1)
-    with torch.no_grad():
-        labels = torch.multinomial(logs.exp(), 1, generator=draw)
-    return logs.gather(-1, labels).sum()
+def text_score(logits: Tensor, chance: Tensor, rows: slice) -> Slopes:
+    """Sum of log p(y) over the places, y drawn from the model."""
+    shares = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    shares /= shares.sum(-1, keepdim=True)
+    below = shares.cumsum(-1)  # [R, V]
+    reached = chance.to(below.dtype) * below[:, -1]  # [S, R]
+    drawn = torch.searchsorted(below, reached.T.contiguous(), right=True)  # [R, S]
+    labels = drawn.T.clamp(max=shares.shape[-1] - 1)[..., None]  # [S, R, 1]
+    return Slopes(labels, torch.ones_like(labels, dtype=shares.dtype), shares)
 
 
 def margin_score(answer: Sequence[int]) -> Scored:
     """Sum of the answer's margins, each over its own size, with random signs."""
 
-    def score(logits: Tensor, draw: torch.Generator) -> Tensor:
-        labels = torch.tensor(answer, device=logits.device)[:, None]
-        own = logits.gather(-1, labels)[:, 0]
-        margin = own - logits.scatter(-1, labels, -torch.inf).amax(-1)
-        coins = torch.randint(2, margin.shape, generator=draw, device=draw.device)
-        signs = coins * 2 - 1
-        return (signs * margin / margin.detach().abs().clamp(min=LEAST_MARGIN)).sum()
+    def score(logits: Tensor, chance: Tensor, rows: slice) -> Slopes:
+        labels = torch.tensor(answer[rows], device=logits.device)[:, None]
+        own = logits.gather(-1, labels)
+        others, best = logits.scatter_(-1, labels, -torch.inf).max(-1, keepdim=True)
+        size = (own - others).abs().clamp(min=LEAST_MARGIN)  # [R, 1]
+        signs = torch.where(chance < 0.5, -1.0, 1.0)[..., None]  # [S, R, 1]
+        slopes = signs / size
+        tokens = torch.cat([labels, best], -1).expand(len(chance), -1, -1)
+        return Slopes(tokens, torch.cat([slopes, -slopes], -1))
 
     return score
 

@@ -9,7 +9,7 @@ and attending with it. To second order the score then loses
     questions  sum over the answer's tokens of (change of the margin / margin)^2, by random signs of the margins
 
 Changes of different tokens and lanes are taken as independent, so losses add up. One
-backward pass for each sequence and draw, and one attention of one lane for each form:
+backward pass for each sequence and draw, a layer at a time, and one attention of one lane for each form:
 no form is ever run through the whole model. Nor is a form attended with by every query:
 queries are drawn by the size of their gradients, and count by their chance.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.base.console import progress
-from kvlathe.export.attention.eager import AttendLayer
-from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
+from kvlathe.base.console import working
+from kvlathe.export.model.layered import LayeredModel, LayerPull
+from kvlathe.export.model.plain_attention import PlainAttention, seen_from
+from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
@@ -40,6 +39,8 @@ Array = npt.NDArray[np.floating]
 
 QUERIES = 256
 """Queries of a sequence that are drawn to attend with every form."""
+FORWARD = 0.25
+"""Share of a reading's time that its forward pass takes, for who watches."""
 EVEN = 0.25
 """Share of the draws that goes to all queries alike; a small gradient may still belong
 to a large change."""
@@ -71,67 +72,57 @@ class ObservedLane:
 
 
 # -- observing -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ObservedLayer:
+    """The lanes of one layer of one sequence, and the attention of each by scores that
+    are scaled."""
+
+    layer: int
+    lanes: list[ObservedLane]
+    attention: list[PlainAttention]
+
+
 def observe(
-    decoder: Decoder, reading: Reading, draw: torch.Generator
-) -> list[ObservedLane]:
-    """Every lane, layer by layer. ``decoder`` is the uncompressed model."""
-    layers = [cast(AttendLayer, layer.attend) for layer in decoder.layers.values()]
-    inputs_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    change_of: dict[int, Tensor] = {}  # zeros added to outputs, to take gradients by
-    places_of: dict[int, Tensor] = {}  # of a layer that computes only these tokens
+    model: LayeredModel,
+    reading: Reading,
+    draw: torch.Generator,
+    advance: Callable[[float], None],
+) -> Iterator[ObservedLayer]:
+    """Every layer, the last one first. ``advance`` comes to 1 before the first of
+    them."""
+    shape = (reading.draws, len(reading.rows))
+    chance = torch.rand(shape, generator=draw, device=draw.device)
 
-    def hook(index: int) -> Callable[..., tuple[Tensor, ...]]:
-        def keep(
-            layer: AttendLayer, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]
-        ) -> tuple[Tensor, ...]:
-            q, k, v, step = inputs
-            output, *more = outputs
-            q, k = layer.prepare(q, k, step.cos, step.sin)[:2]
-            inputs_of[index] = (q.detach(), k.detach(), v.detach())
-            change_of[index] = torch.zeros_like(output, requires_grad=True)
-            if step.places is not None:
-                places_of[index] = step.places
-            return output + change_of[index], *more
+    def slopes_of(logits: Tensor, rows: slice) -> Slopes:
+        return reading.score(logits, chance[:, rows], rows)
 
-        return keep
-
-    handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(layers)]
-    try:
-        logits = decoder.read(reading.ids, reading.rows)
-    finally:
-        for handle in handles:
-            handle.remove()
-    changes = list(change_of.values())
-    pulls: list[tuple[Tensor, ...]] = []
-    for left in reversed(range(reading.draws)):
-        score = reading.score(logits, draw)
-        pulls.append(torch.autograd.grad(score, changes, retain_graph=left > 0))
-    lanes = []
-    for i, of_layer in enumerate(zip(*pulls, strict=True)):
-        pull = torch.stack(of_layer)  # [S, T, H G d]
-        if i in places_of:
-            tokens = pull.new_zeros((len(pull), len(reading.ids), pull.shape[-1]))
-            pull = tokens.index_copy(1, places_of[i], pull)
-        lanes += _lanes(decoder, *inputs_of[i], pull)
-    return lanes
+    for pulled in model.pulls(reading.ids, reading.rows, slopes_of, advance):
+        heads = model.spec.kv_heads
+        yield ObservedLayer(
+            pulled.layer, _lanes(pulled, heads), _attention(pulled, heads)
+        )
 
 
-def _lanes(
-    decoder: Decoder, q: Tensor, k: Tensor, v: Tensor, pull: Tensor
-) -> list[ObservedLane]:
-    """One layer's lanes: q [H, G, T, ..] and k [H, T, ..] as attention multiplies them,
-    v [T, H ..], pull [S, T, H G ..], all padded beyond the head's d dims."""
-    d = decoder.spec.head_dim
-    heads, group = q.shape[:2]
-    v = v.unflatten(-1, (heads, -1))[..., :d]  # [T, H, d]
-    pull = pull.unflatten(-1, (heads, group, -1))[..., :d]  # [S, T, H, G, d]
+def _lanes(pulled: LayerPull, heads: int) -> list[ObservedLane]:
+    captured = pulled.captured
+    scaled = captured.q * pulled.runner.attention.scale
+    q = scaled.unflatten(1, (heads, -1))  # [T, H, G, d]
+    pull = pulled.pull.unflatten(2, (heads, -1))  # [S, T, H, G, d]
     lanes = []
     for head in range(heads):
+        own = q[:, head].transpose(0, 1)  # [G, T, d]
         own_pull = pull[:, :, head].transpose(1, 2)  # [S, G, T, d]
-        lanes.append(
-            ObservedLane(q[head, ..., :d], k[head, :, :d], v[:, head], own_pull)
-        )
+        k, v = captured.k[:, head], captured.v[:, head]
+        lanes.append(ObservedLane(own, k, v, own_pull))
     return lanes
+
+
+def _attention(pulled: LayerPull, heads: int) -> list[PlainAttention]:
+    whole = dataclasses.replace(pulled.runner.attention, scale=1.0)
+    if whole.sinks is None:
+        return [whole] * heads
+    by_lane = whole.sinks.unflatten(0, (heads, -1))
+    return [dataclasses.replace(whole, sinks=sinks) for sinks in by_lane]
 
 
 # -- one lane's losses -----------------------------------------------------------------
@@ -193,8 +184,8 @@ class LaneMoves:
         device = queries.device
         self.places = torch.arange(len(self.k), device=device)
         self.attention = attention
-        every = seen_tokens(len(self.k), attention.window, device)
-        self.seen = every[queries.places]  # [R, T]
+        # [R, T]
+        self.seen = seen_from(queries.places, self.places, attention.window)
         self.page_of = queries.places // page
         # [R, T]: a token of the query's page
         self.own = self.places // page == self.page_of[:, None]
@@ -268,7 +259,7 @@ class Losses:
 
 
 def losses(
-    decoder: Decoder,
+    model: LayeredModel,
     readings: Sequence[Reading],
     forms: Candidates,
     windows: Sequence[Life],
@@ -278,40 +269,39 @@ def losses(
     """Measure the cost of each code of each form, and of each window, summed over
     ``readings``.
 
-    ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before
-    they are coded. Readings that are ``far`` price the windows, the others the forms.
+    ``page`` tokens are read as they are before they are coded. Readings that are ``far``
+    price the windows, the others the forms.
     """
-    device = decoder.device
+    device = model.device
     draw = torch.Generator(device).manual_seed(seed)
-    heads = decoder.spec.kv_heads
-    lanes = heads * decoder.spec.layers
+    heads = model.spec.kv_heads
+    lanes = heads * model.spec.layers
     of_keys: list[Array] = [np.zeros(1)] * lanes
     of_values: list[Array] = [np.zeros(1)] * lanes
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
-    for reading in progress(readings, "measuring sensitivity"):
-        observed_lanes = observe(decoder, reading, draw)
-        tokens = len(reading.ids)
-        firsts = [_first_seen(window.sees, tokens, page, device) for window in windows]
-        with torch.inference_mode():
-            for i, lane in enumerate(observed_lanes):
-                layer, head = divmod(i, heads)
-                queries = Queries.drawn(lane.pull, draw)
-                moves = LaneMoves(lane, page, queries, _attention(decoder, layer, head))
-                if reading.far:
-                    of_windows[i] = _plus(of_windows[i], reading, moves.windows(firsts))
-                    continue
-                keys = moves.keys(forms("k", layer, head))
-                values = moves.values(forms("v", layer, head))
-                of_keys[i] = _plus(of_keys[i], reading, keys)
-                of_values[i] = _plus(of_values[i], reading, values)
+    with working("measuring sensitivity", len(readings)) as advance:
+        for reading in readings:
+            tokens = len(reading.ids)
+            firsts = [_first_seen(life.sees, tokens, page, device) for life in windows]
+            layers = observe(model, reading, draw, lambda x: advance(x * FORWARD))
+            for observed in layers:
+                for head, lane in enumerate(observed.lanes):
+                    i = observed.layer * heads + head
+                    with torch.inference_mode():
+                        queries = Queries.drawn(lane.pull, draw)
+                        attention = observed.attention[head]
+                        moves = LaneMoves(lane, page, queries, attention)
+                        if reading.far:
+                            found = moves.windows(firsts)
+                            of_windows[i] = _plus(of_windows[i], reading, found)
+                        else:
+                            at = (observed.layer, head)
+                            keys = moves.keys(forms("k", *at))
+                            of_keys[i] = _plus(of_keys[i], reading, keys)
+                            values = moves.values(forms("v", *at))
+                            of_values[i] = _plus(of_values[i], reading, values)
+                    advance((1 - FORWARD) / lanes)
     return Losses(np.stack([*of_keys, *of_values]), np.stack(of_windows))
-
-
-def _attention(decoder: Decoder, layer: int, head: int) -> PlainAttention:
-    """Attention of one lane of the uncompressed model, whose queries come scaled."""
-    attend = cast(AttendLayer, decoder.layers[str(layer)].attend)
-    sinks = attend.sinks[head] if decoder.plan.model.sinks else None
-    return dataclasses.replace(PlainAttention.of(decoder.spec, layer, sinks), scale=1.0)
 
 
 def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:

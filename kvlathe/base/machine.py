@@ -29,6 +29,26 @@ def memory_bytes(root: Path = ROOT) -> int:
     return min(most)
 
 
+def free_bytes(root: Path = ROOT) -> int:
+    """Memory in bytes that this process may still take: what the kernel calls available,
+    or less where a control group has less left. Files that a group has read and does not
+    use are no part of what it holds: they are dropped first."""
+    left = [
+        _fields(root / "proc/meminfo").get("MemAvailable", memory_bytes(root) >> 10)
+    ]
+    left[0] <<= 10  # kilobytes
+    for folder in _folders(root, "memory"):
+        kept = _fields(folder / "memory.stat")
+        dropped = kept.get("total_inactive_file", kept.get("inactive_file", 0))
+        for limit, usage in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            for most in _numbers(folder / limit):
+                left += [most - held + dropped for held in _numbers(folder / usage)]
+    return max(0, min(left))
+
+
 def cores(root: Path = ROOT) -> int:
     """Cores this process may use, hardware threads of one core counted once (where the
     system says so), at most the processor time that its control groups give it."""
@@ -110,6 +130,16 @@ def _numbers(file: Path) -> list[int]:
     except (OSError, UnicodeError):
         return []
     return [int(word) for word in words] if all(map(str.isdigit, words)) else []
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty where the file is missing."""
+    try:
+        lines = file.read_text("ascii").splitlines()
+    except (OSError, UnicodeError):
+        return {}
+    pairs = (line.replace(":", " ").split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if pair[1:] and pair[1].isdigit()}
 
 
 def _siblings(cpu: int) -> str:

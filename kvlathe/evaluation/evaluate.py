@@ -3,13 +3,16 @@ itself and its paged cache."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvlathe.base import tokenizer_files
-from kvlathe.base.console import log, progress
+from kvlathe.base.console import log, progress, working
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits, Manifest
@@ -29,6 +32,11 @@ SCORES = (
     "agreement",
     "kl",
 )
+LOGITS_AT_ONCE = 1 << 25
+"""Logits of an engine in memory at a time, 128 MB. Its session has two copies of
+them."""
+WINDOWS_AT_ONCE = 8
+"""Windows of text that share steps, at most."""
 RANKED_PROMPT = 0.75
 """The prompt's share of a window, where tokens are ranked by their prompt. The rest of
 the window is scored."""
@@ -41,6 +49,12 @@ class Model(tasks.LogitsOracle, Protocol):
     Where the plan ranks the tokens of a prompt, the prompt is what comes before the
     first place asked for.
     """
+
+    def logits_in_blocks(
+        self, texts: Sequence[Sequence[int]], blocks: Sequence[range]
+    ) -> Generator[npt.NDArray[np.float32]]: ...
+
+    def texts_at_once(self, tokens: int, most: int) -> int: ...
 
     @property
     def limits(self) -> Limits: ...
@@ -199,18 +213,57 @@ def scored_rows(model: Model, tokens: int) -> range:
     return range(first, tokens - 1)
 
 
+def row_blocks(model: Model, rows: range, texts: int = 1) -> list[range]:
+    """``rows`` cut into blocks whose logits, of so many texts, are LOGITS_AT_ONCE at
+    most; between pages, where they have as many rows as a page."""
+    page = model.plan.page_tokens
+    size = max(1, _rows_at_once(model) // texts)
+    size = size // page * page or size
+    borders = range(rows.start // size * size, rows.stop, size)
+    return [
+        range(max(border, rows.start), min(border + size, rows.stop))
+        for border in borders
+    ]
+
+
+def _rows_at_once(model: Model) -> int:
+    return max(1, LOGITS_AT_ONCE // model.plan.model.vocab_size)
+
+
+def _at_once(
+    models: Sequence[Model], windows: Sequence[list[int]]
+) -> Iterator[list[list[int]]]:
+    """Windows of one length that are computed together: as many as have a page of rows
+    each in a block, and as all caches hold."""
+    for tokens, grouped in itertools.groupby(windows, len):
+        own = list(grouped)
+        most = WINDOWS_AT_ONCE
+        for model in models:
+            pages = max(1, _rows_at_once(model) // model.plan.page_tokens)
+            most = model.texts_at_once(tokens, min(most, pages))
+        yield from (own[at : at + most] for at in range(0, len(own), most))
+
+
 def text_scores(
     engine: Model, baseline: Model | None, windows: list[list[int]]
 ) -> dict[str, float]:
     """``perplexity`` and, with a baseline, ``perplexity_ratio``, ``agreement`` and
     ``kl``, over the same places."""
     own, reference = Sums(), Sums()
-    for window in progress(windows, "predicting text"):
-        rows = scored_rows(engine, len(window))
-        targets = np.array(window)[rows.start + 1 :]
-        known = None if baseline is None else baseline.logits(window, rows)
-        own += Sums.of(engine.logits(window, rows), targets, known)
-        reference += Sums() if known is None else Sums.of(known, targets)
+    models = [model for model in (engine, baseline) if model is not None]
+    total = sum(len(scored_rows(engine, len(window))) for window in windows)
+    with working("predicting text", total, "tokens") as advance:
+        for some in _at_once(models, windows):
+            blocks = row_blocks(engine, scored_rows(engine, len(some[0])), len(some))
+            streams = [model.logits_in_blocks(some, blocks) for model in models]
+            for block, *found in zip(blocks, *streams, strict=True):
+                for i, window in enumerate(some):
+                    targets = np.array(window[block.start + 1 : block.stop + 1])
+                    logits, *known = (of_model[i] for of_model in found)
+                    own += Sums.of(logits, targets, known[0] if known else None)
+                    if known:
+                        reference += Sums.of(known[0], targets)
+                advance(len(some) * len(block))
     scores = {"perplexity": own.perplexity}
     if baseline is None:
         return scores

@@ -16,9 +16,9 @@ Logits = npt.NDArray[np.float32]
 Values = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
-ROWS_AT_ONCE = 256
-"""Rows of float64 log-probabilities in memory at a time: a vocabulary may have 200,000
-entries."""
+LOGITS_AT_ONCE = 1 << 22
+"""Logits whose float64 log-probabilities are in memory at a time: a vocabulary may have
+250,000 entries, and a few arrays of this size are needed."""
 
 
 def log_softmax(logits: Logits) -> Values:
@@ -32,7 +32,7 @@ def nll(logits: Logits, targets: Ids) -> Values:
     targets = np.asarray(targets)
     return _joined(
         -log_softmax(logits[s])[np.arange(s.stop - s.start), targets[s]]
-        for s in _slices(len(targets))
+        for s in _slices(logits)
     )
 
 
@@ -46,7 +46,7 @@ def kl(reference: Logits, logits: Logits) -> Values:
         q = log_softmax(logits[s])
         return (np.exp(p) * (p - q)).sum(-1)
 
-    return _joined(rows(s) for s in _slices(len(logits)))
+    return _joined(rows(s) for s in _slices(logits))
 
 
 def agree(reference: Logits, logits: Logits) -> npt.NDArray[np.bool_]:
@@ -95,10 +95,10 @@ class Sums:
         return float(np.exp(self.nll / self.tokens))
 
 
-def _slices(rows: int) -> Iterator[slice]:
-    return (
-        slice(at, min(at + ROWS_AT_ONCE, rows)) for at in range(0, rows, ROWS_AT_ONCE)
-    )
+def _slices(logits: Logits) -> Iterator[slice]:
+    rows, words = logits.shape
+    size = max(1, LOGITS_AT_ONCE // words)
+    return (slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
 
 def _joined(parts: Iterator[Values]) -> Values:

@@ -45,6 +45,10 @@ class ForcedText:
         )
         sampler = Sampler(SamplingParams())
         self._sequence = factory.open(tokens, self._prompt, grid, sampler)
+        self._begun = False
+        self._wanted = set(rows)
+        self._coming: list[int] = []
+        self._found: dict[int, Row] = {}
 
     def _begin(self, prefixes: PrefixCache | None) -> None:
         """Put a compacted prefix before the rows of a text that begins with it."""
@@ -56,17 +60,46 @@ class ForcedText:
     def logits(self, given_up: Callable[[], bool]) -> npt.NDArray[np.float32]:
         """[len(rows), vocab], in the order of ``rows``. Stops between two steps once
         the caller has ``given_up``; the cache's pages go back in any case."""
-        wanted = set(self._rows)
-        logits: dict[int, Row] = {}
         try:
-            self._begin(self._engine.scheduler.prefixes)
-            while self._sequence.cached < len(self._tokens):
-                if given_up():
-                    raise KvlatheError("the logits were given up")
-                logits |= self._chunk(wanted)
+            return until(self._engine, [self], len(self._tokens), self._rows, given_up)
         finally:
-            self._engine.pool.release(self._sequence.table)
-        return np.stack([logits[row] for row in self._rows])
+            self.close()
+
+    def chunk_before(self, end: int, most: int) -> PrefillChunk | None:
+        """The next chunk of at most ``most`` tokens, which stops before ``end`` where it
+        may stop anywhere; None where the tokens before ``end`` are cached."""
+        if not self._begun:
+            self._begun = True
+            self._begin(self._engine.scheduler.prefixes)
+        sequence = self._sequence
+        if sequence.cached >= end:
+            return None
+        most = min(most, self._most_rows(), end - sequence.cached)
+        count = sequence.next_tokens(most)
+        places = sequence.places(count)
+        offsets = []
+        if sequence.sees_logits:
+            offsets = [i for i, place in enumerate(places) if place in self._wanted]
+        self._coming = [places[i] for i in offsets]
+        return PrefillChunk(sequence, count, self._reserve(count), offsets)
+
+    def keep(self, rows: Items[Row]) -> int:
+        """Keep the logits of the chunk that was computed, which come first in ``rows``;
+        returns how many they are."""
+        count = len(self._coming)
+        self._found |= dict(zip(self._coming, rows[:count], strict=True))
+        return count
+
+    def take(self, rows: Items[int]) -> list[Row]:
+        """The logits of these rows, which were computed. They are kept no longer."""
+        found = [self._found[row] for row in rows]
+        for row in set(rows):
+            del self._found[row]
+        return found
+
+    def close(self) -> None:
+        """Give the cache's pages back."""
+        self._engine.pool.release(self._sequence.table)
 
     def _prompt_tokens(self, prompt: int | None) -> int:
         """Tokens of the prompt. It matters where tokens are ranked: by default it goes
@@ -83,18 +116,6 @@ class ForcedText:
             )
         return tokens
 
-    def _chunk(self, wanted: set[int]) -> dict[int, Row]:
-        """Compute the next chunk: the logits of those of its places that are wanted."""
-        sequence = self._sequence
-        count = sequence.next_tokens(self._most_rows())
-        places = sequence.places(count)
-        offsets = []
-        if sequence.sees_logits:
-            offsets = [i for i, place in enumerate(places) if place in wanted]
-        chunk = PrefillChunk(sequence, count, self._reserve(count), offsets)
-        rows = self._engine.run([chunk])
-        return dict(zip((places[i] for i in offsets), rows, strict=True))
-
     def _most_rows(self) -> int:
         """Rows of the next step. Past a ranked prompt they are few enough that each
         attends what its decode would attend."""
@@ -109,3 +130,43 @@ class ForcedText:
         arriving, seals = sequence.arriving(count), sequence.seals_after(count)
         reserve = partial(pool.reserve, sequence.table, arriving, seals)
         return self._engine.scheduler.make_room(reserve)
+
+
+def until(
+    engine: Engine,
+    texts: Items[ForcedText],
+    end: int,
+    rows: Items[int],
+    given_up: Callable[[], bool],
+) -> npt.NDArray[np.float32]:
+    """[len(texts) * len(rows), vocab] of those ``rows`` of every text, all before
+    ``end``, the tokens before which are cached then. Several texts share steps."""
+    while True:
+        if given_up():
+            raise KvlatheError("the logits were given up")
+        chunks = _next_chunks(engine, texts, end)
+        if not chunks:
+            return np.stack([row for text in texts for row in text.take(rows)])
+        found = engine.run(list(chunks.values()))
+        at = 0
+        for text in chunks:
+            at += text.keep(found[at:])
+
+
+def _next_chunks(
+    engine: Engine, texts: Items[ForcedText], end: int
+) -> dict[ForcedText, PrefillChunk]:
+    """The chunks of the next step, their pages reserved."""
+    left = engine.scheduler.limits.max_num_tokens
+    chunks: dict[ForcedText, PrefillChunk] = {}
+    try:
+        for text in texts:
+            chunk = text.chunk_before(end, left) if left else None
+            if chunk is not None:
+                chunks[text] = chunk
+                left -= chunk.count
+    except BaseException:
+        for chunk in chunks.values():
+            engine.pool.rollback(chunk.reservation)
+        raise
+    return chunks

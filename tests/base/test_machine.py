@@ -57,6 +57,69 @@ def test_memory_is_what_the_tightest_control_group_allows(
     assert machine.memory_bytes(tree(tmp_path, files)) == memory
 
 
+MEMINFO = "MemTotal: 900 kB\nMemFree: 50 kB\nMemAvailable:     800000 kB"
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/meminfo": MEMINFO}, 800000 * KIB),
+        (  # no limit
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/memory.max": "max",
+                "sys/fs/cgroup/memory.current": str(700 * MB),
+            },
+            800000 * KIB,
+        ),
+        (  # a group above has less left than the own one; its old files do not count
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/pods/one",
+                "sys/fs/cgroup/pods/one/memory.max": str(96 * MB),
+                "sys/fs/cgroup/pods/one/memory.current": str(6 * MB),
+                "sys/fs/cgroup/pods/memory.max": str(100 * MB),
+                "sys/fs/cgroup/pods/memory.current": str(90 * MB),
+                "sys/fs/cgroup/pods/memory.stat": f"anon 5\ninactive_file {20 * MB}",
+            },
+            30 * MB,
+        ),
+        (  # version 1, where the files of groups below are counted in a sum
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:memory:/docker/abc",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(48 * MB),
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": str(40 * MB),
+                "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\n"
+                f"total_inactive_file {3 * MB}",
+            },
+            11 * MB,
+        ),
+        (  # over its limit
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/memory.max": str(MB),
+                "sys/fs/cgroup/memory.current": str(2 * MB),
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_what_the_fullest_control_group_has_left(
+    tmp_path: Path, files: dict[str, str], free: int
+) -> None:
+    assert machine.free_bytes(tree(tmp_path, files)) == free
+
+
+def test_where_the_kernel_says_nothing_all_memory_counts_as_free(
+    tmp_path: Path,
+) -> None:
+    assert machine.free_bytes(tmp_path) == HERE
+
+
 @pytest.mark.parametrize(
     "files",
     [

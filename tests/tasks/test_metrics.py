@@ -4,7 +4,7 @@ what it is made of."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from scipy.special import rel_entr, softmax
 
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
+from kvlathe.evaluation import evaluate as evaluation
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.plan.manifest import KvBytes, Limits
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -175,7 +176,7 @@ class Stub:
     def plan(self) -> Any:  # noqa: ANN401
         model = SimpleNamespace(vocab_size=VOCABULARY)
         index = SimpleNamespace(ranked=self.ranked)
-        return SimpleNamespace(index=index, model=model)
+        return SimpleNamespace(index=index, model=model, page_tokens=16)
 
     @property
     def manifest(self) -> Any:  # noqa: ANN401
@@ -194,6 +195,15 @@ class Stub:
         if token_ids[0] in self.wrong:
             out[:, 7] += 50
         return out[list(rows)]
+
+    def logits_in_blocks(
+        self, texts: Sequence[Sequence[int]], blocks: Sequence[range]
+    ) -> Generator[npt.NDArray[np.float32]]:
+        for block in blocks:
+            yield np.stack([self.logits(ids, block) for ids in texts])
+
+    def texts_at_once(self, tokens: int, most: int) -> int:
+        return min(most, 2)
 
 
 @pytest.fixture
@@ -275,3 +285,20 @@ def test_windows_shrink_and_long_questions_go(files: tuple[Path, Path]) -> None:
     assert found["measured_on"]["text"]["window_tokens"] == 16
     with pytest.raises(KvlatheError, match=r"no question of .* fits"):
         evaluate(Stub(longest=2), retrieval=files[1])
+
+
+@given(st.integers(0, 900), st.integers(1, 900), st.sampled_from([100, 5000, 300000]))
+def test_blocks_are_the_rows_cut_between_pages(
+    start: int, count: int, words: int, texts: int
+) -> None:
+    plan = SimpleNamespace(model=SimpleNamespace(vocab_size=words), page_tokens=16)
+    asked: Any = SimpleNamespace(plan=plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "LOGITS_AT_ONCE", 100_000)
+        blocks = evaluation.row_blocks(asked, range(start, start + count), texts)
+    rows = [row for block in blocks for row in block]
+    assert rows == list(range(start, start + count))
+    most = max(1, max(1, 100_000 // words) // texts)
+    assert all(0 < len(block) <= most for block in blocks)
+    if most >= 16:
+        assert all(block.start % 16 == 0 for block in blocks[1:])

@@ -31,7 +31,7 @@ from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import for_comparison, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search import measured, search, sensitivity
+from kvlathe.export.search import measured, readings, search, sensitivity
 from kvlathe.export.search.sealed import reading, rounded
 from kvlathe.plan.formats import Format
 from kvlathe.plan.layout import CacheLayout
@@ -189,30 +189,6 @@ def windows(count: int, tokens: int, skipped: int = 0) -> list[tuple[int, ...]]:
     return found[:count]
 
 
-def test_the_gradients_seen_are_those_of_the_score() -> None:
-    """A change of one lane's output along its pull moves the score as fast as its
-    square says."""
-    _, _, decoder = lathe()
-    ids = windows(1, 48)[0]
-    read = sensitivity.Reading(
-        ids, range(47), lambda logits, draw: logits.square().mean(), 1, 1.0
-    )
-    observed = sensitivity.observe(decoder, read, torch.Generator())
-    lane = observed[decoder.spec.kv_heads + 1]
-    before = decoder.logits(ids, range(47)).square().mean()
-    steepness = lane.pull.square().sum()
-    layer = decoder.layers["1"].attend
-    assert isinstance(layer, torch.nn.Module)
-    pull = lane.pull[0].transpose(0, 1).flatten(1)
-    step = 0.003 * before / steepness * pull
-    change = torch.zeros(48, decoder.spec.query_heads * decoder.spec.head_dim)
-    change[:, step.shape[1] : 2 * step.shape[1]] = step
-    handle = layer.register_forward_hook(lambda m, i, o: (o[0] + change, o[1]))
-    after = decoder.logits(ids, range(47)).square().mean()
-    handle.remove()
-    assert float(after / before - 1) == pytest.approx(0.003, rel=0.05)
-
-
 def kl_of(plan: CompressionPlan, basis: Basis, texts: list[tuple[int, ...]]) -> float:
     checkpoint, _, whole = lathe()
     coded, sums = reading(decoder_from(checkpoint, plan, basis)), metrics.Sums()
@@ -226,7 +202,9 @@ def kl_of(plan: CompressionPlan, basis: Basis, texts: list[tuple[int, ...]]) -> 
     return sums.kl / sums.tokens
 
 
-def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> None:
+def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On text that nothing was measured on: the sum of losses is the divergence to a
     factor of 2."""
     checkpoint, stats, _ = lathe()
@@ -234,6 +212,7 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
     assert not set(texts) & set(windows(6, 512))
     exam = search.Exam("perplexity", windows=tuple(windows(2, 512)))
     sources = measured.Sources([exam], 512, exercised=False)
+    monkeypatch.setattr(readings, "TEXT_DRAWS", 8)  # two vary by a tenth
     found = measured.price(checkpoint, stats, FORM, sources)
     plan, basis = measured.variant(parse("auto"), found, FORM).at(0.75)
     lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.export.folding.fold import decoder_from
-from kvlathe.export.methods.composition import CacheSettings, compose
-from kvlathe.export.methods.compression import UNCOMPRESSED
-from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.layered import LayeredModel
 from kvlathe.export.search import exercises, readings, sensitivity
 from kvlathe.plan.lives import Window
 from kvlathe.tasks import tasks
@@ -26,19 +22,16 @@ TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
 
 
 @cache
-def lathe() -> tuple[Decoder, list[int]]:
-    checkpoint = Checkpoint(LATHE)
-    shape = checkpoint.spec.shape
-    none = compose(UNCOMPRESSED, shape, True, None, RankOptions(), CacheSettings(32))
+def lathe() -> tuple[LayeredModel, list[int]]:
     encoder = tasks.FolderEncoder(LATHE)
     documents = tasks.encode_documents(encoder, tasks.read_texts(TEXT)[-40:])
-    return decoder_from(checkpoint, *none), [t for ids in documents for t in ids][:6000]
+    return LayeredModel(Checkpoint(LATHE)), [t for ids in documents for t in ids][:6000]
 
 
 @pytest.mark.parametrize("length", [64, 100, 200, exercises.LEAST - 1])
 def test_short_sequences_have_nothing_far(length: int) -> None:
-    decoder, text = lathe()
-    assert exercises.exercises(decoder, text, length, 1, 0) == []
+    model, text = lathe()
+    assert exercises.exercises(model, text, length, 1, 0) == []
 
 
 @settings(max_examples=30)
@@ -66,34 +59,34 @@ def test_answers_stand_in_what_came_before(
 
 
 def test_only_what_the_model_knows_from_afar_is_asked() -> None:
-    decoder, text = lathe()
-    made = exercises.exercises(decoder, text, 512, 2, seed=0)
+    model, text = lathe()
+    made = exercises.exercises(model, text, 512, 2, seed=0)
     assert 2 <= len(made) <= 4
     asked = sum(r.weight * r.draws * len(r.rows) for r in made)
     assert asked == pytest.approx(exercises.WEIGHT)
     for reading in made:
         assert len(reading.rows) >= exercises.FEW and len(reading.ids) <= 512
-        logits = decoder.logits(reading.ids, reading.rows)
+        logits = model.logits(reading.ids, reading.rows)
         answers = [reading.ids[row + 1] for row in reading.rows]
         assert logits.argmax(-1).tolist() == answers
 
 
 def test_a_text_that_nobody_can_copy_gives_no_exercise() -> None:
     """There is nothing to protect where the model fails."""
-    decoder, _ = lathe()
-    assert exercises.exercises(decoder, [7], 300, 1, seed=0) == []
+    model, _ = lathe()
+    assert exercises.exercises(model, [7], 300, 1, seed=0) == []
 
 
 def test_exercises_price_the_head_that_looks_far() -> None:
     """lathe-5m has one head without which it finds nothing: windows cost it many times
     what they cost any other, and far more than text says."""
-    decoder, text = lathe()
+    model, text = lathe()
     windows = [Window(64, 128)]
     page, none = 64, lambda *_: []
-    far = exercises.exercises(decoder, text, 1024, 2, seed=0, far=True)
-    asked = sensitivity.losses(decoder, far, none, windows, page).windows[:, 0]
+    far = exercises.exercises(model, text, 1024, 2, seed=0, far=True)
+    asked = sensitivity.losses(model, far, none, windows, page).windows[:, 0]
     read = readings.of_text([tuple(text[:1024])], far=True)
-    said = sensitivity.losses(decoder, read, none, windows, page).windows[:, 0]
+    said = sensitivity.losses(model, read, none, windows, page).windows[:, 0]
     order = np.argsort(asked)
     assert asked[order[-1]] > 5 * asked[order[-2]]
     assert asked[order[-1]] > 5 * exercises.WEIGHT * said.max()

@@ -67,6 +67,27 @@ def test_the_oracle_is_the_engine(backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["split", "sealed", RANKED[0]])
+def test_logits_in_blocks_are_those_of_the_whole(kind: str) -> None:
+    """Blocks of any size, and gaps between them; one left early gives its pages
+    back."""
+    engine = llm("torch", kind)
+    blocks = [range(299, 300), range(300, 364), range(370, 371), range(371, 420)]
+    rows = [row for block in blocks for row in block]
+    texts = [list(text(420, 50 * i)) for i in range(3)]
+    wholes = [engine.logits(ids, rows) for ids in texts]
+    found = list(engine.logits_in_blocks(texts, blocks))
+    assert [x.shape[:2] for x in found] == [(3, len(block)) for block in blocks]
+    for i, whole in enumerate(wholes):
+        joined = np.concatenate([block[i] for block in found])
+        np.testing.assert_allclose(joined, whole, atol=1e-3)
+    asked = engine.logits_in_blocks(texts, blocks)
+    next(asked)
+    assert engine.pool.bytes_in_use > 0
+    asked.close()
+    assert engine.pool.bytes_in_use == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_answers_do_not_depend_on_the_batch(backend: str) -> None:
     engine = llm(backend, "split")

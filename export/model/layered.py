@@ -1,0 +1,173 @@
+"""LayeredModel: the original model, run layer by layer, for gradients by what its
+layers compute.
+
+Between layers one hidden state a token is kept. All else that gradients need is
+computed again, a layer at a time: memory does not grow with the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.device import ahead
+from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.sliced_head import SlicedHead, SlopesOf
+from kvlathe.export.model.spec import DecoderSpec
+
+Advance = Callable[[float], None]
+"""Says what further share of a pass is done."""
+
+
+def _unsaid(share: float) -> None:
+    """Nobody asked."""
+
+
+@dataclass(frozen=True)
+class LayerPull:
+    """One layer of a sequence of T tokens: ``captured`` is what it computes, ``pull``
+    [S, T, Hq, d] the gradients of S scores by what its attention gives."""
+
+    layer: int
+    runner: LayerRunner
+    captured: Captured
+    pull: Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: what each layer reads, [T, D] each, and what the last one gives of
+    ``rows``, [R, D]."""
+
+    rows: tuple[int, ...]
+    states: list[Tensor]
+    last: Tensor
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """What the last layer gives of some of the rows."""
+        return self.last[[self.rows.index(row) for row in rows]]
+
+
+class LayeredModel:
+    """The model of ``checkpoint``, on its device, in float32. ``kept``: layers stay in
+    memory once they are read, else each is read again for each pass."""
+
+    def __init__(self, checkpoint: Checkpoint, kept: bool = True) -> None:
+        self._checkpoint = checkpoint
+        self._kept = kept
+        self._layers: dict[int, LayerRunner] = {}
+        self._passes: dict[tuple[int, ...], Pass] = {}
+        self._head = SlicedHead(checkpoint)
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self._checkpoint.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self._checkpoint.device
+
+    def logits(
+        self, ids: Sequence[int], rows: Sequence[int], remembered: bool = False
+    ) -> Tensor:
+        """[len(rows), V] float32: next-token logits of one sequence. ``remembered``: for
+        the next gradients of scores of some of these rows, unless ``forget`` comes
+        first."""
+        passed = self._passed(ids, rows, _unsaid)
+        last: Tensor
+        if remembered:
+            *states, last = passed
+            self._passes[tuple(ids)] = Pass(tuple(rows), states, last)
+        else:
+            (last,) = deque(passed, maxlen=1)
+        return self._head.logits(last)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Let go of a pass that was remembered."""
+        self._passes.pop(tuple(ids), None)
+
+    def pulls(
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        slopes_of: SlopesOf,
+        advance: Advance = _unsaid,
+    ) -> Iterator[LayerPull]:
+        """Every layer, the last one first, with the gradients of scores of the logits of
+        ``rows``. ``advance`` comes to 1 with the forward pass; the layers are another.
+        Of the last layer no other rows pass the MLP."""
+        states, last = self._states(ids, rows, advance)
+        places = self._places(ids)
+        after = self._head.pulls(last, slopes_of)  # [S, R, D]
+        before = after.new_empty((len(after), *states[0].shape))  # [S, T, D]
+        own_rows: Tensor | None = self._rows(rows)
+        falling = range(self.spec.layers)[::-1]
+        for layer, runner in zip(falling, self._runners(falling), strict=True):
+            own = states.pop().clone().requires_grad_()
+            with torch.enable_grad():
+                captured = runner.run(own, places, own_rows)
+            pull = before.new_empty((len(before), *captured.o.shape))
+            wanted = (captured.o, own) if layer else (captured.o,)
+            for score, one in enumerate(after):
+                found = torch.autograd.grad(
+                    captured.hidden, wanted, one, retain_graph=score + 1 < len(after)
+                )
+                pull[score] = found[0]
+                if layer:
+                    before[score] = found[1]
+            after, own_rows = before, None
+            detached = Captured(*(x.detach() for x in captured))
+            del captured, own, wanted
+            yield LayerPull(layer, runner, detached, pull)
+
+    def _states(
+        self, ids: Sequence[int], rows: Sequence[int], advance: Advance
+    ) -> tuple[list[Tensor], Tensor]:
+        """What each layer reads, and what the last one gives of ``rows``."""
+        known = self._passes.pop(tuple(ids), None)
+        if known is not None and set(rows) <= set(known.rows):
+            advance(1)
+            return known.states, known.of(rows)
+        *states, last = self._passed(ids, rows, advance)
+        return states, last
+
+    def _passed(
+        self, ids: Sequence[int], rows: Sequence[int], advance: Advance
+    ) -> Iterator[Tensor]:
+        """What each layer reads, one after the other, and what the last one gives of
+        ``rows``."""
+        places = self._places(ids)
+        hidden = embed(self._checkpoint, torch.tensor(ids, device=self.device), places)
+        yield hidden
+        every = range(self.spec.layers)
+        for layer, runner in zip(every, self._runners(every), strict=True):
+            own = self._rows(rows) if layer == every[-1] else None
+            hidden = runner(hidden, places, own).hidden
+            advance(1 / self.spec.layers)
+            yield hidden
+
+    def _rows(self, rows: Sequence[int]) -> Tensor:
+        return torch.tensor(list(rows), device=self.device)
+
+    def _places(self, ids: Sequence[int]) -> Tensor:
+        return torch.arange(len(ids), device=self.device)
+
+    def _runners(self, layers: Sequence[int]) -> Iterator[LayerRunner]:
+        if not self._kept:
+            read = ahead(self._read, layers, self.device)
+            yield from read
+            return
+        for layer in layers:
+            if layer not in self._layers:
+                self._layers[layer] = self._read(layer)
+            yield self._layers[layer]
+
+    def _read(self, layer: int) -> LayerRunner:
+        # Gradients pass what was read, whoever asked first.
+        with torch.inference_mode(False):
+            return LayerRunner(self._checkpoint, layer)
