@@ -154,7 +154,7 @@ TORCH_RUNS = re.compile(
 when such an engine is loaded, and for what vLLM loads."""
 
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo|keydiff|knorm|tova)(?![a-z])",
+    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|oscar|duo|keydiff|knorm|tova)(?![a-z])",
     re.IGNORECASE,
 )
 SOMEONES_MACHINE = re.compile(
