@@ -28,6 +28,7 @@ from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
 from kvlathe.export.methods.method import Decision, Rotate
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.export.methods.turns import in_bases
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.plan import CompressionPlan
@@ -86,6 +87,12 @@ def verify(
         if not one.method.rotate
     ]
     outline = _joined(outlines)
+    if outline.turn is not None and compression.choosing_ranks:
+        raise KvlatheError(
+            f"the methods of {compression} cannot be composed",
+            "two of them choose the basis",
+            "keep one of them, or ask that which chooses ranks for --basis balanced",
+        )
     for one in compression.choosing_ranks:
         options = one.overruling(options)
     _check_target(compression, options, outline)
@@ -181,8 +188,11 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
     both = dataclasses.replace(
         kept,
         cold=coded.cold,
+        cold_of_dropped=coded.cold_of_dropped,
+        sink=coded.sink,
         hadamard=coded.hadamard,
         scales=coded.scales,
+        turn=coded.turn,
         notes=kept.notes | coded.notes,
     )
     return dataclasses.replace(both, cold=cold_tier(both))
@@ -237,8 +247,15 @@ def _composed(
     own = layer_lives(settings.layer_windows, settings.page_tokens)
     if own:
         check_layer_windows(compression, joined)
+    if own or joined.tokens or not settings.windowed:
+        joined = dataclasses.replace(joined, sink=0)
+    sink = -(-joined.sink // settings.page_tokens) * settings.page_tokens
+    joined = dataclasses.replace(joined, sink=sink)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
+    if joined.turn is not None:
+        given = _statistics(compression.text, stats)
+        lanes, basis = in_bases(lanes, joined.turn(given, settings.seed))
     if joined.cold is not None:
         lanes, basis = rotated(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
