@@ -26,7 +26,8 @@ MAY_SEE: dict[str, set[str]] = {
     "tasks": {"base"},
     "layers": {"base"},
     "export": {"base", "plan", "tasks", "layers"},
-    "engines": {"base", "plan", "tasks", "export"},
+    "measuring": {"base", "plan", "tasks", "layers", "export", "runtime"},
+    "engines": {"base", "plan", "tasks", "export", "measuring"},
     "runtime": {"base", "plan", "layers"},
     "evaluation": {"base", "plan", "tasks", "runtime"},
     "server": {"base", "plan", "engines", "runtime"},
@@ -109,6 +110,7 @@ CONDUCTORS = {
     "engines/job.py",
     "engines/planning.py",
     "engines/pricing.py",
+    "engines/measuring.py",
     "engines/build.py",
 }
 """The only modules of engines/ that conduct calibrate -> plan -> fold -> export."""
@@ -131,6 +133,7 @@ STDLIB_ONLY = tuple(
         "plan/check_sizes",
         "plan/plan",
         "plan/json_fields",
+        "plan/measurement",
         "plan/manifest",
         "plan/replacing",
         "plan/engine_folder",
