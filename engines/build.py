@@ -108,7 +108,7 @@ def build(config: BuildConfig) -> Path:
     with phase("reading the config and the checkpoint"):
         order = accept(config)
         kept = cache.find(order.key) if config.use_cache else None
-    if kept is not None:
+    if kept is not None and (kept.measured or not config.measure):
         log.info("the same engine was built before: taken from the cache")
         check_kl(kept.measured, config.max_kl, config.compression)
         with appearing(config.output_dir, config.overwrite) as folder:
@@ -123,6 +123,8 @@ def build(config: BuildConfig) -> Path:
     with appearing(config.output_dir, config.overwrite) as folder:
         lost = _make(job, folder, began)
     if config.use_cache:
+        if kept is not None:  # it was not measured
+            cache.drop(order.key)
         log.info("keeping a copy in the cache")
         with phase("keeping a copy"):
             cache.keep(order.key, config.output_dir)

@@ -22,15 +22,19 @@ from kvlathe.engines.order import RANDOM, Order
 from kvlathe.engines.phases import phase
 from kvlathe.engines.pricing import sources_of
 from kvlathe.plan.measurement import UNMEASURED, Measurement
+from kvlathe.tasks.held_out import HeldOut
+from kvlathe.tasks.tasks import FolderEncoder
 
 if TYPE_CHECKING:
     from kvlathe.engines.planning import Planned
+    from kvlathe.export.calibration.stats import Stats
     from kvlathe.export.model.checkpoint import Checkpoint
 
 MOST_SECONDS = 60.0
 """Time of a measurement of a model of MANY weights and more, where SHARE of the build
-is less; of smaller ones less, by the root of their size."""
-MANY = 5e8
+is less; of smaller ones less, by the root of their size, down to LEAST_SHARE of it."""
+MANY = 2.5e8
+LEAST_SHARE = 1 / 6
 SHARE = 0.2
 """Share of the whole build's time that a measurement may take."""
 HELD_OUT = "eval_text.jsonl"
@@ -48,19 +52,10 @@ def measured(
         return None
     from kvlathe.export.methods.remedy import remedy
     from kvlathe.measuring.measure import measure
-    from kvlathe.tasks.held_out import HeldOut
-    from kvlathe.tasks.tasks import FolderEncoder
 
     log.info("measuring what the plan loses")
     with phase("measuring"):
-        has_tokens = has_backend(checkpoint.path)
-        held_out = HeldOut(
-            _files(order, planned),
-            FolderEncoder(checkpoint.path) if has_tokens else None,
-            checkpoint.spec.vocab_size,
-            _read(order, checkpoint),
-            config.seed,
-        )
+        held_out = held_out_of(order, checkpoint, planned.stats)
         seconds = max(_seconds(checkpoint), spent * SHARE / (1 - SHARE))
         made = planned.plan, planned.basis
         brief = order.compression.removes_nothing
@@ -94,10 +89,22 @@ def _seconds(checkpoint: Checkpoint) -> float:
     from kvlathe.export.model.tensors import stored_shapes
 
     weights = sum(math.prod(shape) for shape in stored_shapes(checkpoint.spec).values())
-    return MOST_SECONDS * min(1.0, (weights / MANY) ** 0.5)
+    return MOST_SECONDS * min(1.0, max(LEAST_SHARE, (weights / MANY) ** 0.5))
 
 
-def _files(order: Order, planned: Planned) -> Sequence[Path]:
+def held_out_of(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> HeldOut:
+    """Text that neither the order's statistics nor its prices have read."""
+    has_tokens = has_backend(checkpoint.path)
+    return HeldOut(
+        _files(order, stats),
+        FolderEncoder(checkpoint.path) if has_tokens else None,
+        checkpoint.spec.vocab_size,
+        _read(order, checkpoint),
+        order.config.seed,
+    )
+
+
+def _files(order: Order, stats: Stats | None) -> Sequence[Path]:
     """Texts to measure on: the user's own first, of which some may be left unread."""
     config = order.config
     data = FOLDER.parent / "data"
@@ -105,7 +112,7 @@ def _files(order: Order, planned: Planned) -> Sequence[Path]:
     own = [path for path in given if path.is_file() and path.parent != data]
     files = list(dict.fromkeys([*own, data / HELD_OUT]))
     # Statistics that come in a file name the text they were taken on, and no more.
-    known = planned.stats.source.get("source") if config.stats and planned.stats else ""
+    known = stats.source.get("source") if config.stats and stats else ""
     return [path for path in files if path.is_file() and path.name != known]
 
 

@@ -48,6 +48,7 @@ NOT_IN_KEY = (
     "tensor_parallel_size",
     "overwrite",
     "use_cache",
+    "measure",
     "max_kl",
     "command",
 )

@@ -28,7 +28,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.layer_runner import embed, rotator
 from kvlathe.export.search.sealed import SealedAttend
 from kvlathe.layers.decoder import logits, tied_head
-from kvlathe.measuring.sequences import Group
+from kvlathe.measuring.sequences import Group, Passage
 from kvlathe.plan.plan import CompressionPlan
 
 FOLDED = ("q", "k", "v", "o", "attend")
@@ -75,9 +75,8 @@ class LayerPair:
     """One layer of both models on the checkpoint's device."""
 
     def __init__(self, models: BothModels, layer: int) -> None:
-        whole, planned = models.made
         self.layer = layer
-        self.plans = whole[0], planned[0]
+        self.plans = [plan for plan, _ in models.made]
         self._layers: list[DecoderLayer] = []
         known: dict[str, Tensor] = {}
         for (plan, _), folded in zip(models.made, models.folded, strict=True):
@@ -95,11 +94,11 @@ class LayerPair:
 
     def advance(self, running: Running) -> None:
         """Put a sequence through the layer, in place."""
-        whole, planned = self._layers
-        running.hidden = whole(running.hidden, self._step(running.hidden, 0))[0]
+        step = self._step(running.hidden, 0)
+        running.hidden = self._layers[0](running.hidden, step)[0]
         if running.planned is not None:
             step = self._step(running.planned, 1)
-            running.planned = planned(running.planned, step)[0]
+            running.planned = self._layers[1](running.planned, step)[0]
 
     def _step(self, hidden: Tensor, side: int) -> StepTensors:
         """A whole sequence with nothing cached."""
@@ -135,11 +134,14 @@ def _exact(attend: torch.nn.Module) -> torch.nn.Module:
 
 class BothModels:
     """The uncompressed model and a plan's, of one checkpoint. ``whole`` and ``planned``:
-    plan and basis of either; neither may rank tokens."""
+    plan and basis of either; neither may rank tokens. Without ``planned``, the
+    uncompressed model alone."""
 
-    def __init__(self, checkpoint: Checkpoint, whole: Made, planned: Made) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, whole: Made, planned: Made | None
+    ) -> None:
         self.checkpoint = checkpoint
-        self.made = whole, planned
+        self.made = [whole] if planned is None else [whole, planned]
         self.folded: list[Mapping[str, Tensor]] = [
             fold(checkpoint, *one) for one in self.made
         ]
@@ -175,6 +177,8 @@ class BothModels:
         """Put each work through a layer of those that are ``left``, unless it begins and
         what others took says that it will not end in time."""
         kept: list[Work] = []
+        if not pair.layer:
+            self._warm(pair, works[0].group.passages[0])
         for work in works:
             if not work.whole:
                 if kept and not self._fits(work, kept, deadline, left):
@@ -187,6 +191,11 @@ class BothModels:
             work.seconds = time.monotonic() - started
             kept.append(work)
         return kept
+
+    def _warm(self, pair: LayerPair, passage: Passage) -> None:
+        """A first product takes longer than the next, and would be taken for all."""
+        pair.advance(self._running(passage.ids[:LEAST_TOKENS], planned=True))
+        self._wait()
 
     def _fits(self, work: Work, others: list[Work], deadline: float, left: int) -> bool:
         rate = max(other.seconds / other.group.read for other in others)
@@ -237,7 +246,8 @@ class BothModels:
         tokens = torch.tensor(ids, device=device)
         places = torch.arange(len(ids), device=device)
         hidden = embed(self.checkpoint, tokens, places)
-        return Running(tokens, hidden, hidden if planned else None)
+        both = planned and len(self.made) > 1
+        return Running(tokens, hidden, hidden if both else None)
 
     def _wait(self) -> None:
         if self.checkpoint.device.type == "cuda":

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvlathe.base import machine
+from kvlathe.base.console import progress
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED
 from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.measuring.layerwise import BothModels, Work
-from kvlathe.measuring.losses import Sums, exercise_sums, text_sums
-from kvlathe.measuring.sequences import LENGTHS, groups, short
+from kvlathe.measuring.losses import Rows, Sums, exercise_sums, text_sums
+from kvlathe.measuring.paged import PagedDecoder
+from kvlathe.measuring.sequences import LENGTHS, Group, groups, short
 from kvlathe.plan.measurement import Measurement
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.tasks.held_out import HeldOut
 
+SEALED = "whole sequences, pages read as they are sealed"
+PAGED = "the engine's own pages, tokens ranked as it will rank them"
+WHOLE_SHARE = 0.3
+"""Share of the time in which the uncompressed model reads all sequences, where the plan
+goes through pages afterwards."""
 MEMORY_SHARE = 0.25
 """Share of the memory that the longest window's activations may take."""
 
@@ -39,34 +48,65 @@ def measure(
     plan = made[0]
     served = checkpoint.spec.max_seq_len
     longest = min(served, max(LENGTHS[0], _fitting(checkpoint)))
-    every = [short(held_out, longest)]
-    if not brief:
-        every = groups(held_out, longest, plan.index.ranked, seed)
-    whole = uncompressed(checkpoint, plan.index.hot_bits)
-    models = BothModels(checkpoint, whole, made)
-    works = models.run(every, seconds)
-    sums: dict[int, Sums] = {}
-    for work in works:
-        tokens = work.group.tokens
-        sums[tokens] = sums.get(tokens, Sums()) + _sums(models, work)
-    sums = {tokens: one for tokens, one in sorted(sums.items()) if one.rows}
-    lengths = tuple(one.loss(tokens) for tokens, one in sums.items())
-    wanted = [group.tokens for group in every]
-    left_out = "" if brief else _left_out(wanted, list(sums), served, longest)
+    pages = plan.index.ranked or bool(plan.stages)
+    wanted = partial(groups, ranked=pages, seed=seed)
+    every = short(held_out, longest) if brief else wanted(held_out, longest)
+    whole = uncompressed(checkpoint, plan)
+    if pages:
+        models = BothModels(checkpoint, whole, None)
+        sums = _through_pages(models, made, every, seconds)
+    else:
+        models = BothModels(checkpoint, whole, made)
+        works = models.run(every, seconds)
+        sums = _added((work, _sums(models, work, None)) for work in works)
+    lengths = [group.tokens for group in every]
+    left_out = "" if brief else _left_out(lengths, list(sums), served, longest)
     return Measurement(
-        lengths,
+        tuple(one.loss(tokens) for tokens, one in sums.items()),
         held_out.described,
-        "whole sequences, pages read as they are sealed",
+        PAGED if pages else SEALED,
         left_out,
         time.monotonic() - started,
     )
 
 
-def uncompressed(checkpoint: Checkpoint, bits: int) -> Made:
-    """The plan of the model as it is, cached in ``bits`` bits a number as the plan's
-    fresh tokens are."""
+def _through_pages(
+    models: BothModels, made: Made, every: Sequence[Group], seconds: float
+) -> dict[int, Sums]:
+    """The losses of a plan that ranks tokens, group by group while there is time."""
+    deadline = time.monotonic() + seconds
+    works = models.run(every, seconds * WHOLE_SHARE)
+    longest = max(work.group.tokens for work in works)
+    decoder = PagedDecoder(models.checkpoint, made, longest)
+    done: list[tuple[Work, Sums]] = []
+    rate = 0.0  # seconds a token
+    for work in progress(works, "measuring through pages"):
+        started = time.monotonic()
+        if done and started + rate * work.group.read > deadline:
+            continue
+        done.append((work, _sums(models, work, decoder)))
+        took = time.monotonic() - started
+        rate = max(rate, took / work.group.read)
+    return _added(done)
+
+
+def _added(done: Iterable[tuple[Work, Sums]]) -> dict[int, Sums]:
+    """Sums by length, shortest first, of lengths that have a text."""
+    sums: dict[int, Sums] = {}
+    for work, own in done:
+        tokens = work.group.tokens
+        sums[tokens] = sums.get(tokens, Sums()) + own
+    return {tokens: one for tokens, one in sorted(sums.items()) if one.rows}
+
+
+def uncompressed(checkpoint: Checkpoint, plan: CompressionPlan) -> Made:
+    """The plan of the model as it is, cached in the numbers and pages of ``plan``'s
+    fresh tokens."""
     spec = checkpoint.spec
-    settings = CacheSettings(32 if bits == 32 else 16, layer_windows=spec.windows)
+    bits: Literal[16, 32] = 32 if plan.index.hot_bits == 32 else 16
+    settings = CacheSettings(
+        bits, plan.page_tokens, plan.prefill_chunk, layer_windows=spec.windows
+    )
     options = RankOptions()
     has_rope = spec.rope is not None
     return compose(UNCOMPRESSED, spec.shape, has_rope, None, options, settings)
@@ -98,18 +138,24 @@ def _left_out(
 
 # -- sums ------------------------------------------------------------------------------
 @torch.inference_mode()
-def _sums(models: BothModels, work: Work) -> Sums:
-    """What a group says, all of its passages together."""
+def _sums(models: BothModels, work: Work, decoder: PagedDecoder | None) -> Sums:
+    """What a group says, all of its passages together. ``decoder``: what computes the
+    plan's logits; None: they were computed beside the others."""
     vocabulary = models.checkpoint.spec.vocab_size
     total = Sums()
     for passage, running, near in zip(
         work.group.passages, work.whole, work.near, strict=True
     ):
-        rows = torch.tensor(passage.rows, device=running.hidden.device)
-        targets = torch.tensor(passage.targets, device=running.hidden.device)
-        assert running.planned is not None
+        device = running.hidden.device
+        rows = torch.tensor(passage.rows, device=device)
+        targets = torch.tensor(passage.targets, device=device)
         whole = partial(_logits, models, running.hidden, rows)
-        planned = partial(_logits, models, running.planned, rows)
+        if decoder is not None:
+            paged = decoder.logits(passage.ids, passage.rows)
+            planned: Rows = partial(_block, torch.from_numpy(paged), device)
+        else:
+            assert running.planned is not None
+            planned = partial(_logits, models, running.planned, rows)
         if near is None:
             total += text_sums(whole, planned, targets, vocabulary)
             continue
@@ -121,3 +167,7 @@ def _sums(models: BothModels, work: Work) -> Sums:
 
 def _logits(models: BothModels, hidden: Tensor, rows: Tensor, block: slice) -> Tensor:
     return models.head(hidden[rows[block]])
+
+
+def _block(logits: Tensor, device: torch.device, block: slice) -> Tensor:
+    return logits[block].to(device)

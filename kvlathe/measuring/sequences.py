@@ -20,9 +20,9 @@ WINDOWS, MORE_WINDOWS = 2, 4
 """Windows of the shortest length, and those that are added where there is time."""
 FEW_TOKENS = 256
 """Tokens that tell of a plan that removes nothing that it does not."""
-RANKED_SHARE = 4
-"""Where a plan ranks the tokens of a prompt, a window's last fourth at most is scored:
-the rest is the prompt."""
+RANKED_SHARE, RANKED_SCORED = 4, 256
+"""Where a plan ranks the tokens of a prompt, a window's last fourth at most is scored,
+and no more than so many places: the rest is the prompt."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Group:
         return sum(len(passage.ids) for passage in self.passages)
 
 
-def short(held_out: HeldOut, longest: int) -> Group:
+def short(held_out: HeldOut, longest: int) -> list[Group]:
     """A single window of few tokens."""
     tokens = min(FEW_TOKENS, longest)
     window = tuple(held_out.window(tokens))
-    return Group(tokens, (Passage(window, tuple(range(tokens - 1))),))
+    return [Group(tokens, (Passage(window, tuple(range(tokens - 1))),))]
 
 
 def groups(held_out: HeldOut, longest: int, ranked: bool, seed: int) -> list[Group]:
@@ -72,7 +72,9 @@ def groups(held_out: HeldOut, longest: int, ranked: bool, seed: int) -> list[Gro
     lengths = sorted({min(tokens, longest) for tokens in (*LENGTHS, longest)})
 
     def text(tokens: int, count: int, later: int = 0) -> Group:
-        most = min(SCORED, max(1, tokens // RANKED_SHARE)) if ranked else SCORED
+        most = SCORED
+        if ranked:
+            most = min(RANKED_SCORED, max(1, tokens // RANKED_SHARE))
         first = max(0, tokens - 1 - most)
         rows = tuple(range(first, tokens - 1))
         windows = [tuple(held_out.window(tokens)) for _ in range(count)]

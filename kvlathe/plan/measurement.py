@@ -18,7 +18,7 @@ LEAST_SAME = 0.9
 MOST = 1e12
 """What stands for numbers beyond it, and for those that are none: JSON has no
 infinity."""
-UNMEASURED = "not measured (--no-measure)"
+UNMEASURED = "not measured"
 
 
 @dataclass(frozen=True, slots=True)
