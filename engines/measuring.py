@@ -34,7 +34,7 @@ MOST_SECONDS = 60.0
 """Time of a measurement of a model of MANY weights and more, where SHARE of the build
 is less; of smaller ones less, by the root of their size, down to LEAST_SHARE of it."""
 MANY = 2.5e8
-LEAST_SHARE = 1 / 6
+LEAST_SHARE = 0.1
 SHARE = 0.2
 """Share of the whole build's time that a measurement may take."""
 HELD_OUT = "eval_text.jsonl"
@@ -44,7 +44,8 @@ HELD_OUT = "eval_text.jsonl"
 def measured(
     order: Order, checkpoint: Checkpoint, planned: Planned, spent: float
 ) -> Measurement | None:
-    """The losses of a plan; None where the order does not want them. ``spent``: seconds
+    """The losses of a plan; None where the order does not want them, or where memory does
+    not suffice. ``spent``: seconds
     of the build so far. Raises KvlatheError for a plan that loses more than the order
     allows, before anything is written."""
     config = order.config
@@ -60,9 +61,10 @@ def measured(
         made = planned.plan, planned.basis
         brief = order.compression.removes_nothing
         found = measure(checkpoint, made, held_out, seconds, config.seed, brief)
+    if found is not None:
         found = dataclasses.replace(found, remedy=remedy(order.compression))
     check_kl(found, config.max_kl, config.compression)
-    if found.breaks:
+    if found is not None and found.breaks:
         log.warning("%s", found.warning)
     return found
 
@@ -73,8 +75,17 @@ def tell(found: Measurement | None) -> None:
 
 
 def check_kl(found: Measurement | None, most: float | None, compression: str) -> None:
-    """Raise KvlatheError for a plan that loses more than ``most``."""
-    if most is None or found is None or found.most_kl <= most:
+    """Raise KvlatheError for a plan that loses more than ``most``, or of which nobody
+    knows."""
+    if most is None:
+        return
+    if found is None:
+        raise KvlatheError(
+            f"--max-kl {most:g} cannot be used with {compression} here",
+            "there is too little memory to measure it",
+            "build where the whole model fits in float32",
+        )
+    if found.most_kl <= most:
         return
     worst = max(found.lengths, key=lambda one: one.kl)
     raise KvlatheError(

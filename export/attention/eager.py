@@ -9,7 +9,7 @@ sequence in one bucket.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property, reduce
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,7 @@ class AttendLayer(nn.Module):
         self.plan, self.layer, self.scale, self.dtype = plan, layer, scale, dtype
         self.facts = PlanFacts(plan)
         self.sizes = LayerTables(plan, layer)
+        self._strides: tuple[int, ...] | None = None
         if plan.index.projected:
             identity = torch.eye(self.sizes.D, self.sizes.Rk, dtype=dtype).repeat(
                 self.sizes.H, 1, 1
@@ -74,10 +75,12 @@ class AttendLayer(nn.Module):
     def table(self, name: str) -> Tensor:
         return self.get_buffer(name)
 
-    @cached_property
+    @property
     def strides(self) -> tuple[int, ...]:
         """Bytes of a page of each bucket: only cached tokens need them."""
-        return tuple(CacheLayout(self.plan).page_stride)
+        if self._strides is None:
+            self._strides = tuple(CacheLayout(self.plan).page_stride)
+        return self._strides
 
     @property
     def windows(self) -> LaneWindows | None:

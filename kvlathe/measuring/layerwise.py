@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.base.console import working
@@ -266,12 +267,9 @@ class BothModels:
         if spec.tied_head:
             product = tied_head(folded["embed.weight"].float())
         else:
-            weight = folded["head.weight"].float()
-            bias = folded["head.bias"].float() if spec.family.head_bias else 0.0
-
-            def product(x: Tensor) -> Tensor:
-                return x @ weight + bias
-
+            bias = folded["head.bias"].float() if spec.family.head_bias else None
+            weight = folded["head.weight"].float().T  # [V, D]
+            product = partial(F.linear, weight=weight, bias=bias)
         softcap = spec.family.logit_softcap
         return lambda x: logits(x, norm, product, softcap)
 

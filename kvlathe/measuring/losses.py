@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvlathe.export.search.exercises import FEW, GAIN
-from kvlathe.plan.measurement import LengthLoss, finite
+from kvlathe.plan.measurement import MOST, LengthLoss, finite
 
 NUMBERS_AT_ONCE = 1 << 22
 """Logits of one model in memory at a time."""
@@ -52,13 +52,16 @@ class Sums:
     def loss(self, tokens: int) -> LengthLoss:
         """The means over windows of ``tokens`` tokens."""
         more = (self.nll - self.whole_nll) / self.rows
+        kl = self.kl / self.rows
+        if kl < 0:  # of equal models, by rounding
+            kl = 0.0
         return LengthLoss(
             tokens,
             self.windows,
             self.rows,
-            finite(max(0.0, self.kl / self.rows)),
+            finite(kl),
             self.same / self.rows,
-            finite(math.exp(min(more, 700.0))) if more == more else finite(more),
+            finite(math.exp(max(-20.0, min(more, 700.0)))) if more == more else MOST,
             self.exercises,
             self.kept,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,16 +12,17 @@ import torch
 from torch import Tensor
 
 from kvlathe.base import machine
-from kvlathe.base.console import progress
+from kvlathe.base.console import human_bytes, log, progress
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED
 from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.tensors import stored_shapes
 from kvlathe.measuring.layerwise import BothModels, Work
 from kvlathe.measuring.losses import Rows, Sums, exercise_sums, text_sums
 from kvlathe.measuring.paged import PagedDecoder
 from kvlathe.measuring.sequences import LENGTHS, Group, groups, short
-from kvlathe.plan.measurement import Measurement
+from kvlathe.plan.measurement import Measurement, listed
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.tasks.held_out import HeldOut
 
@@ -29,6 +31,8 @@ PAGED = "the engine's own pages, tokens ranked as it will rank them"
 WHOLE_SHARE = 0.3
 """Share of the time in which the uncompressed model reads all sequences, where the plan
 goes through pages afterwards."""
+MODEL_SHARE = 0.6
+"""Share of the memory that the whole model may take."""
 MEMORY_SHARE = 0.25
 """Share of the memory that the longest window's activations may take."""
 
@@ -40,15 +44,18 @@ def measure(
     seconds: float,
     seed: int = 0,
     brief: bool = False,
-) -> Measurement:
+) -> Measurement | None:
     """The losses of ``made`` (a plan and its basis) in at most about ``seconds``: at
     1,024 and 4,096 tokens and at the longest length that time and memory allow.
-    ``brief``: on a single short window, for a plan that removes nothing."""
+    ``brief``: on a single short window, for a plan that removes nothing. None, with a
+    warning, for a plan that ranks tokens of a model that does not fit."""
     started = time.monotonic()
     plan = made[0]
     served = checkpoint.spec.max_seq_len
     longest = min(served, max(LENGTHS[0], _fitting(checkpoint)))
     pages = plan.index.ranked or bool(plan.stages)
+    if pages and not _whole_fits(checkpoint):
+        return None
     wanted = partial(groups, ranked=pages, seed=seed)
     every = short(held_out, longest) if brief else wanted(held_out, longest)
     whole = uncompressed(checkpoint, plan)
@@ -112,16 +119,34 @@ def uncompressed(checkpoint: Checkpoint, plan: CompressionPlan) -> Made:
     return compose(UNCOMPRESSED, spec.shape, has_rope, None, options, settings)
 
 
+def _whole_fits(checkpoint: Checkpoint) -> bool:
+    """Whether the whole model fits in float32: only so do tokens pass pages."""
+    weights = sum(math.prod(shape) for shape in stored_shapes(checkpoint.spec).values())
+    need, memory = 4 * weights, _memory(checkpoint)
+    if need <= MODEL_SHARE * memory:
+        return True
+    log.warning(
+        "the plan is not measured: it ranks tokens, so the whole model must be in memory, "
+        "which takes %s of %s",
+        human_bytes(need),
+        human_bytes(memory),
+    )
+    return False
+
+
+def _memory(checkpoint: Checkpoint) -> int:
+    """Bytes of the checkpoint's device: all of a host, and what is free of a GPU."""
+    if checkpoint.device.type == "cuda":
+        return torch.cuda.mem_get_info(checkpoint.device)[0]
+    return machine.memory_bytes()
+
+
 def _fitting(checkpoint: Checkpoint) -> int:
     """Tokens of a sequence whose activations in a layer take MEMORY_SHARE of memory."""
     spec = checkpoint.spec
     heads = spec.head_dim * (spec.query_heads + 2 * spec.kv_heads)
     numbers = 4 * spec.hidden_size + 3 * spec.family.intermediate_size + 4 * heads
-    device = checkpoint.device
-    memory = machine.memory_bytes()
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[0]
-    return int(MEMORY_SHARE * memory / (4 * numbers))
+    return int(MEMORY_SHARE * _memory(checkpoint) / (4 * numbers))
 
 
 def _left_out(
@@ -130,7 +155,7 @@ def _left_out(
     """Which lengths were not measured, in words."""
     missing = sorted(set(wanted) - set(measured))
     said = [f"{tokens:,}" for tokens in missing]
-    parts = [f"no time for {' and '.join(said)} tokens"] if said else []
+    parts = [f"no time for {listed(said)} tokens"] if said else []
     if longest < served:
         parts.append(f"no memory for more than {longest:,} of {served:,} tokens")
     return ", ".join(parts)

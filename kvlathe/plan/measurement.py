@@ -7,6 +7,7 @@ It stands in the manifest, so this module imports the standard library alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlathe.plan.json_fields import Count, Positive
@@ -103,8 +104,7 @@ class Measurement:
     @property
     def where(self) -> str:
         """``at 1,024 and 4,096 tokens of held-out text``."""
-        *others, last = [f"{one.tokens:,}" for one in self.lengths]
-        lengths = f"{', '.join(others)} and {last}" if others else last
+        lengths = listed([f"{one.tokens:,}" for one in self.lengths])
         return f"at {lengths} tokens of {self.text}"
 
     @property
@@ -122,6 +122,12 @@ class Measurement:
         at = f"at {worst.tokens:,} tokens of {self.text}"
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"this plan breaks the model: {worst.words}, {at}{remedy}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def finite(value: float) -> float:

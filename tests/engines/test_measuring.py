@@ -14,6 +14,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli import main as cli
+from kvlathe.engines import cache
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.job import prepare
 from kvlathe.engines.measuring import held_out_of
@@ -124,22 +125,20 @@ def test_a_plan_that_loses_more_than_was_allowed_leaves_nothing(
 def test_an_engine_that_was_not_measured_says_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = BuildConfig(model, tmp_path / "engine", "fp8", measure=False)
-    words = ("--model", model, "--output-dir", asked.output_dir, "--compression", "fp8")
+    engine = tmp_path / "engine"
+    words = ("--model", model, "--output-dir", engine, "--compression", "fp8")
     assert "INFO not measured" in built(capsys, *words, "--no-measure")
-    assert manifests.read(asked.output_dir).measured is None
-    facts, said, page = shown(asked.output_dir, capsys)
+    assert manifests.read(engine).measured is None
+    facts, said, page = shown(engine, capsys)
     assert facts["measured"] is None
     assert "measured at build not measured" in said and "not measured" in page
 
-    # It is no answer to a build that measures, which takes its place.
-    other = dataclasses.replace(asked, output_dir=tmp_path / "other", measure=True)
-    assert manifests.read(build(other)).measured is not None
-    third = dataclasses.replace(other, output_dir=tmp_path / "third")
-    assert "taken from the cache" in built(
-        capsys, *words[:3], third.output_dir, *words[4:]
-    )
-    assert manifests.read(third.output_dir).measured is not None
+    # It is no answer to a build that measures, which takes its place in the cache.
+    built(capsys, *words[:3], tmp_path / "other", *words[4:])
+    assert manifests.read(tmp_path / "other").measured is not None
+    kept = [one.manifest for one in cache.entries()]
+    (measured,) = (one.measured for one in kept if one.compression == "fp8")
+    assert measured is not None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_a_limit_that_cannot_be_measured_is_refused(
         ("fdc", {"accuracy": 0.99, "metric": "perplexity", "text": EVAL_TEXT}),
     ],
 )
-def test_what_is_measured_was_read_by_no_statistic_and_no_price(
+def test_no_statistic_and_no_price_has_read_the_text_that_is_measured(
     compression: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Even where the only text that is measured on is given to both."""

@@ -22,10 +22,12 @@ from kvlathe.export.methods.composition import Made
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.sealed import reading
 from kvlathe.measuring import layerwise, losses
+from kvlathe.measuring import measure as measuring
 from kvlathe.measuring.layerwise import BothModels
 from kvlathe.measuring.losses import exercise_sums, text_sums
 from kvlathe.measuring.measure import measure, uncompressed
 from kvlathe.measuring.sequences import Group, Passage
+from kvlathe.plan.measurement import MOST
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks.held_out import HeldOut
 from kvlathe.tasks.metrics import Sums
@@ -93,6 +95,7 @@ def test_a_plan_that_removes_nothing_loses_nothing(family: str, tmp_path: Path) 
     make_model(tmp_path / "model", *FAMILIES[family])
     checkpoint, made = planned(tmp_path / "model", tmp_path / "engine", "none")
     found = measure(checkpoint, made, Recorded(97), ENOUGH)
+    assert found is not None
     assert [one.tokens for one in found.lengths] == [256]
     assert found.whole.kl == 0 and found.whole.same_token == 1
     assert found.whole.perplexity_ratio == 1 and not found.breaks
@@ -110,6 +113,7 @@ def test_a_measurement_says_what_the_evaluation_of_the_engine_says(
     checkpoint, made = planned(model, tmp_path / "engine", compression)
     held_out = Recorded(97)
     found = measure(checkpoint, made, held_out, ENOUGH)
+    assert found is not None
     engine = LLM.load(build(asked_for(model, tmp_path / "engine", compression)))
     scores = text_scores(engine, whole, held_out.windows)
     engine.close()
@@ -164,6 +168,23 @@ def test_sums_of_blocks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) ->
     assert found.whole_nll == pytest.approx(Sums.of(whole, targets).nll, rel=1e-12)
 
 
+def test_logits_that_are_no_numbers_break_the_model() -> None:
+    whole = torch.randn(8, 31)
+    targets = torch.arange(8)
+    plan = torch.full_like(whole, torch.nan)
+    found = text_sums(whole.__getitem__, plan.__getitem__, targets, 31).loss(9)
+    assert found.breaks and found.kl == found.perplexity_ratio == MOST
+
+
+def test_a_ranked_plan_of_a_model_that_does_not_fit_is_not_measured(
+    model: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring.machine, "memory_bytes", lambda: 10_000)
+    checkpoint, made = planned(model, tmp_path / "engine", "h2o:budget=64")
+    assert measure(checkpoint, made, Recorded(97), ENOUGH) is None
+    assert "the whole model must be in memory" in logged[-1]
+
+
 def test_exercises_count_answers_that_depend_on_what_is_far() -> None:
     """Of six answers: known from far and kept, known from far and lost, known from near
     as well, never known, and two more that are kept."""
@@ -184,6 +205,7 @@ def test_where_there_is_no_time_a_few_tokens_are_measured(
 ) -> None:
     checkpoint, made = planned(model, tmp_path / "engine", "hack:bits=2")
     found = measure(checkpoint, made, Recorded(97), 0.0)
+    assert found is not None
     assert [one.tokens for one in found.lengths] == [layerwise.LEAST_TOKENS]
     assert "no time for 256 tokens" in found.line
     assert math.isfinite(found.whole.kl) and found.whole.scored > 0
@@ -200,6 +222,7 @@ def test_exercises_are_kept_by_a_plan_that_keeps_everything_and_lost_by_a_window
         plan = plan_for(job.order, job.checkpoint)
         held_out = HeldOut((), None, job.checkpoint.spec.vocab_size)
         made = plan.plan, plan.basis
-        found = measure(job.checkpoint, made, held_out, ENOUGH).whole
-        counts[compression] = found.kept / found.exercises
+        found = measure(job.checkpoint, made, held_out, ENOUGH)
+        assert found is not None
+        counts[compression] = found.whole.kept / found.whole.exercises
     assert counts["hack:bits=8"] > 0.9 > 0.5 > counts["window:recent=64"]
