@@ -1,7 +1,7 @@
 """One engine from one checkpoint: plan, fold, export, build, report, and one rename.
 
-Here the steps are put in order; with order.py, job.py, planning.py and pricing.py the
-only module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
+Here the steps are put in order; with order.py, job.py, planning.py, pricing.py and
+measuring.py the only module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
 that a refusal needs no torch. Nothing is written before the order is known to be
 possible (order.py), and nothing remains of a build that did not finish.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.folder import appearing
 from kvlathe.engines.job import Job, check_room, prepare
+from kvlathe.engines.measuring import check_kl, measured, tell
 from kvlathe.engines.order import Order, accept, folder_of
 from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
@@ -50,6 +52,7 @@ from kvlathe.plan.manifest import (
     KvBytes,
     Manifest,
 )
+from kvlathe.plan.measurement import Measurement
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
 
@@ -101,23 +104,31 @@ def build(config: BuildConfig) -> Path:
     if config.backend == CHECKPOINT:
         rotate(config)
         return config.output_dir
+    began = time.monotonic()
     with phase("reading the config and the checkpoint"):
         order = accept(config)
         kept = cache.find(order.key) if config.use_cache else None
-    if kept is not None:
+    if kept is not None and (kept.measured or not config.measure):
         log.info("the same engine was built before: taken from the cache")
+        check_kl(kept.measured, config.max_kl, config.compression)
         with appearing(config.output_dir, config.overwrite) as folder:
             cache.give(order.key, kept, folder)
             deal(read_plan(folder), config.tensor_parallel_size)
             _renew(folder, kept, order.config)
+        if kept.measured and kept.measured.breaks:
+            log.warning("%s", kept.measured.warning)
+        tell(kept.measured)
         return config.output_dir
     job = prepare(order)
     with appearing(config.output_dir, config.overwrite) as folder:
-        _make(job, folder)
+        lost = _make(job, folder, began)
     if config.use_cache:
+        if kept is not None:  # it was not measured
+            cache.drop(order.key)
         log.info("keeping a copy in the cache")
         with phase("keeping a copy"):
             cache.keep(order.key, config.output_dir)
+    tell(lost)
     return config.output_dir
 
 
@@ -170,15 +181,17 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _make(job: Job, folder: Path) -> None:
+def _make(job: Job, folder: Path, began: float) -> Measurement | None:
     """Fill ``folder``: plan, basis, graph and weights, what the backend makes of them,
-    tokenizer, report, manifest."""
+    tokenizer, report, manifest. Returns what the plan loses. ``began``: by the monotonic
+    clock, when the build did."""
     config, checkpoint = job.order.config, job.checkpoint
     log.info("planning %s", config.compression)
     planned = plan_for(job.order, checkpoint)
     plan = planned.plan
     job.order.backend.check_plan(config.backend, plan)
     deal(plan, config.tensor_parallel_size)  # raises where it cannot be
+    lost = measured(job.order, checkpoint, planned, time.monotonic() - began)
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     check_gpu(folder / PLAN_FILE, job.order.built, config.device)
     if not BACKENDS[config.backend].hosted:
@@ -192,13 +205,14 @@ def _make(job: Job, folder: Path) -> None:
         job.order.backend.build(config.backend, folder, plan, job.limits)
         if not BACKENDS[config.backend].hosted:
             _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
-    described = _describe(job, planned, made_from)
+    described = _describe(job, planned, made_from, lost)
     log.info("writing the report")
     with phase("writing the report"):
         _report(folder, job.order, described, planned)
     log.info("signing the files")
     with phase("signing the files"):
         manifests.write(folder, described, _unchanged(made_from, folder))
+    return lost
 
 
 def _unchanged(
@@ -252,7 +266,10 @@ def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
 
 
 def _describe(
-    job: Job, planned: Planned, made_from: Mapping[str, FileRecord]
+    job: Job,
+    planned: Planned,
+    made_from: Mapping[str, FileRecord],
+    lost: Measurement | None,
 ) -> Manifest:
     config, plan = job.order.config, planned.plan
     return Manifest(
@@ -272,6 +289,7 @@ def _describe(
         command=config.command,
         created=_now(),
         made_from=made_from,
+        measured=lost,
     )
 
 
@@ -314,6 +332,7 @@ def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -
         bytes_baseline=described.kv_bytes.baseline,
         bytes_16bit=described.kv_bytes.baseline_16bit,
         evidence=seen,
+        loss=described.measured,
         facts=facts,
         memory=memory_table(
             layout, limits.max_seq_len, limits.max_batch_size, described.weight_bytes

@@ -155,6 +155,13 @@ def give(key: str, manifest: Manifest, into: Path) -> None:
         _copy(root() / "engines" / key / name, into / name)
 
 
+def drop(key: str) -> None:
+    """Forget engine ``key``, if it is kept."""
+    folder = root() / "engines" / key
+    if _is_ours(folder):
+        _remove(folder)
+
+
 def keep(key: str, folder: Path) -> None:
     """Add finished engine ``folder`` under ``key``, unless it is too big. A cache that
     cannot be written only warns."""

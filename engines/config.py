@@ -39,9 +39,11 @@ COUNTS = (
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
     **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
-    **dict.fromkeys(HOW_MUCH, ((int, float), "number")),
+    **dict.fromkeys((*HOW_MUCH, "max_kl"), ((int, float), "number")),
     "lora": ((tuple,), "tuple of texts"),
-    **dict.fromkeys(("centre", "overwrite", "use_cache"), ((bool,), "truth value")),
+    **dict.fromkeys(
+        ("centre", "overwrite", "use_cache", "measure"), ((bool,), "truth value")
+    ),
     **dict.fromkeys(
         (
             "compression",
@@ -75,6 +77,9 @@ class BuildConfig:
     file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead.
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
+    The plan is measured against the uncompressed model before it is written, unless
+    ``measure`` is False; ``max_kl``: the build is refused where it then loses more, in
+    nats a token at any length.
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
     fresh tokens. ``weights``: number format of the weights (None: ``dtype``,
     or that of a GPTQ or AWQ checkpoint).
@@ -95,6 +100,8 @@ class BuildConfig:
     metric: Literal["retrieval", "perplexity", "agreement"] = "retrieval"
     text: Path | None = None
     retrieval: Path | None = None
+    measure: bool = True
+    max_kl: float | None = None
     basis: Literal["svd", "balanced"] = "svd"
     allocation: Literal["rate", "uniform", "global"] | None = None
     rope_fold: Literal["none", "planes"] = "none"
@@ -298,6 +305,7 @@ def _check_target(config: BuildConfig) -> None:
                 "it is a fraction",
                 "give a number from 0 to 1",
             )
+    _check_max_kl(config)
     if config.stats and (config.calibration or config.calibration_tokens):
         raise _refused(
             "--stats with --calibration",
@@ -307,6 +315,16 @@ def _check_target(config: BuildConfig) -> None:
     for path in (config.text, config.retrieval, config.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
+
+
+def _check_max_kl(config: BuildConfig) -> None:
+    if config.max_kl is None:
+        return
+    flag = f"{flag_of('max_kl')} {config.max_kl:g}"
+    if not config.measure:
+        raise _refused(flag, "nothing is measured", "leave out --no-measure")
+    if not config.max_kl >= 0:
+        raise _refused(flag, "it is nats a token", "give 0 or more, such as 0.05")
 
 
 def _check_sizes(config: BuildConfig) -> None:

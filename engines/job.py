@@ -1,8 +1,8 @@
 """From an order to a job: the checkpoint is opened, and what is wrong with it is refused
 before anything is written.
 
-With order.py, planning.py, pricing.py and build.py the only module of engines/ that
-calls export's verbs.
+With order.py, planning.py, pricing.py, measuring.py and build.py the only module of
+engines/ that calls export's verbs.
 """
 
 from __future__ import annotations

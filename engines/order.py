@@ -2,8 +2,8 @@
 the model, the compression is parsed, and the cache key says what decides the engine's
 bytes.
 
-With job.py, planning.py, pricing.py and build.py the only module of engines/ that calls
-export's verbs.
+With job.py, planning.py, pricing.py, measuring.py and build.py the only module of
+engines/ that calls export's verbs.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ NOT_IN_KEY = (
     "tensor_parallel_size",
     "overwrite",
     "use_cache",
+    "measure",
+    "max_kl",
     "command",
 )
 """Fields of a config that do not change what is asked for (the model and

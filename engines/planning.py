@@ -1,8 +1,8 @@
 """From an order to a plan and its basis: statistics (calibrated, loaded or cached), then
 the methods.
 
-With order.py, job.py, pricing.py and build.py the only module of engines/ that calls
-export's verbs.
+With order.py, job.py, pricing.py, measuring.py and build.py the only module of engines/
+that calls export's verbs.
 """
 
 from __future__ import annotations

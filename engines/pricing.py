@@ -1,7 +1,7 @@
 """Prices of forms and of windows, by measuring the model: plans that they open.
 
-With order.py, job.py, planning.py and build.py the only module of engines/ that calls export's
-verbs.
+With order.py, job.py, planning.py, measuring.py and build.py the only module of engines/
+that calls export's verbs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvlathe.engines import measuring
 from tests.support.made_once import run_folder
 
 settings.register_profile(
@@ -49,6 +50,15 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """A process that does not end after its last test says where it hangs, and ends."""
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=_stderr)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builds_measure_little() -> Iterator[None]:
+    """Builds of tests are about other things: each measures its plan on the fewest
+    tokens. What a measurement says is tested in tests/measuring."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "MOST_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,8 @@ MAY_SEE: dict[str, set[str]] = {
     "tasks": {"base"},
     "layers": {"base"},
     "export": {"base", "plan", "tasks", "layers"},
-    "engines": {"base", "plan", "tasks", "export"},
+    "measuring": {"base", "plan", "tasks", "layers", "export", "runtime"},
+    "engines": {"base", "plan", "tasks", "export", "measuring"},
     "runtime": {"base", "plan", "layers"},
     "evaluation": {"base", "plan", "tasks", "runtime"},
     "server": {"base", "plan", "engines", "runtime"},
@@ -111,6 +112,7 @@ CONDUCTORS = {
     "engines/job.py",
     "engines/planning.py",
     "engines/pricing.py",
+    "engines/measuring.py",
     "engines/build.py",
 }
 """The only modules of engines/ that conduct calibrate -> plan -> fold -> export."""
@@ -133,6 +135,7 @@ STDLIB_ONLY = tuple(
         "plan/check",
         "plan/plan",
         "plan/json_fields",
+        "plan/measurement",
         "plan/manifest",
         "plan/replacing",
         "plan/engine_folder",
@@ -321,9 +324,13 @@ def test_doors_between_processes_need_the_standard_library_only(name: str) -> No
     assert roots <= sys.stdlib_module_names
 
 
+BUILDING = ("export", "engines", "measuring")
+"""Rooms that build engines."""
+
+
 @pytest.mark.parametrize(
     "path",
-    [p for p in sources() if segments_of(name_of(p))[0] not in ("export", "engines")],
+    [p for p in sources() if segments_of(name_of(p))[0] not in BUILDING],
     ids=name_of,
 )
 def test_running_an_engine_needs_no_building_library(path: Path) -> None:

@@ -26,7 +26,10 @@ class TabledLayer(Protocol):
 
     plan: CompressionPlan
     facts: PlanFacts
-    strides: tuple[int, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+
     dtype: torch.dtype
 
     def table(self, name: str) -> Tensor: ...

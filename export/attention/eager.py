@@ -57,7 +57,7 @@ class AttendLayer(nn.Module):
         self.plan, self.layer, self.scale, self.dtype = plan, layer, scale, dtype
         self.facts = PlanFacts(plan)
         self.sizes = LayerTables(plan, layer)
-        self.strides = CacheLayout(plan).page_stride
+        self._strides: tuple[int, ...] | None = None
         if plan.index.projected:
             identity = torch.eye(self.sizes.D, self.sizes.Rk, dtype=dtype).repeat(
                 self.sizes.H, 1, 1
@@ -74,6 +74,13 @@ class AttendLayer(nn.Module):
 
     def table(self, name: str) -> Tensor:
         return self.get_buffer(name)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes of a page of each bucket: only cached tokens need them."""
+        if self._strides is None:
+            self._strides = tuple(CacheLayout(self.plan).page_stride)
+        return self._strides
 
     @property
     def windows(self) -> LaneWindows | None:

@@ -23,6 +23,7 @@ from kvlathe.export.report.heading import heading
 from kvlathe.export.report.heads import Kept, Map, heat_map, kept
 from kvlathe.export.report.stability import stability
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.measurement import UNMEASURED, Measurement
 from kvlathe.plan.plan import CompressionPlan
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -35,7 +36,8 @@ class ReportData:
 
     ``bytes_baseline`` is the uncompressed cache in the engine's own number format,
     ``bytes_16bit`` the uncompressed cache in 16 bit. ``evidence``: spectra and
-    stability, None for a plan made without calibration. ``memory``: rows of
+    stability, None for a plan made without calibration. ``loss``: what the build measured,
+    None where it did not. ``memory``: rows of
     ``memory_table``. ``measured`` holds accuracy by name where somebody measured it;
     ``facts``, ``limits`` and ``versions`` are shown as they are.
     """
@@ -48,6 +50,7 @@ class ReportData:
     bytes_baseline: float
     bytes_16bit: float
     evidence: Evidence | None = None
+    loss: Measurement | None = None
     memory: Sequence[Mapping[str, int]] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -78,6 +81,8 @@ def render(data: ReportData) -> str:
         style=Markup(STYLE),
         heading=heading(data.model, plan.compression, data.command, data.created),
         plan=plan,
+        loss=data.loss,
+        unmeasured=UNMEASURED,
         kept=held,
         removed=1 - data.bytes_per_token / data.bytes_baseline,
         removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,

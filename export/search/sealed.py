@@ -64,9 +64,9 @@ class SealedAttend(AttendLayer):
 
     @classmethod
     def of(cls, layer: AttendLayer) -> SealedAttend:
-        made = cls(layer.plan, layer.layer, layer.scale, layer.dtype)
-        made.load_state_dict(layer.state_dict(), assign=True)
-        return made.to(layer.table("layout").device)
+        made = cls.__new__(cls)
+        made.__dict__.update(layer.__dict__)  # the same tables and matrices
+        return made
 
     @cached_property
     def seals(self) -> list[Seal]:

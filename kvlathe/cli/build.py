@@ -27,7 +27,14 @@ from kvlathe.cli.common import (
     show_pairs,
 )
 from kvlathe.cli.methods import MethodsHelp
-from kvlathe.cli.show import memory_of, shards_of, show_memory, show_shards
+from kvlathe.cli.show import (
+    measured_of,
+    measured_words,
+    memory_of,
+    shards_of,
+    show_memory,
+    show_shards,
+)
 from kvlathe.engines.rotation import CHECKPOINT
 from kvlathe.export.methods.options import Number, Option, RankOptions, options_of
 from kvlathe.plan import manifest as manifests
@@ -63,7 +70,10 @@ def show_build(result: Result) -> None:
         ("bytes of the weights", result["weight_bytes"]),
         ("seconds", result["seconds"]),
         ("report", result["report"]),
+        ("measured", measured_words(result["measured"])),
     ]
+    if result["measured"] and result["measured"]["warning"]:
+        rows.append(("warning: measured", result["measured"]["warning"]))
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
     show_memory(result["memory"])
     show_shards(result["shards"], result["tokens"])
@@ -145,6 +155,19 @@ HOW_MUCH = (
         "--retrieval",
         type=PATH,
         help="Prompts with answers (.jsonl) on which --accuracy measures retrieval.",
+    ),
+    click.option(
+        "--measure/--no-measure",
+        default=True,
+        show_default=True,
+        help="Measure what the plan loses, on text that nothing else reads, before "
+        "anything is written.",
+    ),
+    click.option(
+        "--max-kl",
+        type=click.FloatRange(0),
+        metavar="NATS",
+        help="Refuse a plan that was measured to lose more than this a token.",
     ),
 )
 """Flags of the target (one of three, at most), and of how it is measured."""
@@ -326,6 +349,7 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
         "tokens": manifest.limits.max_seq_len,
         "shards": shards_of(opened.plan, num_shards, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),
+        "measured": measured_of(manifest),
     }
 
 

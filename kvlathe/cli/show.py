@@ -14,6 +14,7 @@ from kvlathe.base import console
 from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.manifest import Manifest
+from kvlathe.plan.measurement import UNMEASURED
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
 GIB = 1 << 30
@@ -50,11 +51,37 @@ def facts(result: Result) -> list[tuple[str, object]]:
         rows.append((f"measured {name.replace('_', ' ')}", score))
     if result["evaluation"]:
         rows.append(("measured on", result["evaluated_on"]))
+    rows.append(("measured at build", measured_words(result["measured"])))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += result["limits"].items()
     for name, text in result["warnings"].items():
         rows.append((f"warning: {name}", text))
     return rows
+
+
+def warnings_of(plan: CompressionPlan, manifest: Manifest) -> dict[str, str]:
+    """Everything that a build warned of, by name."""
+    said = {name: str(plan.notes[name]) for name in WARNINGS if name in plan.notes}
+    if manifest.measured and manifest.measured.breaks:
+        said["measured"] = manifest.measured.warning
+    return said
+
+
+def measured_of(manifest: Manifest) -> Result | None:
+    """The losses that a build measured, with what they say in words."""
+    found = manifest.measured
+    if found is None:
+        return None
+    said = {"line": found.line, "warning": found.warning, "breaks": found.breaks}
+    whole = dataclasses.asdict(found.whole)
+    return {**dataclasses.asdict(found), "whole": whole, **said}
+
+
+def measured_words(measured: Result | None) -> str:
+    """The same in one line."""
+    if measured is None:
+        return UNMEASURED
+    return str(measured["line"]).removeprefix("measured: ")
 
 
 def show_engine(result: Result) -> None:
@@ -175,13 +202,12 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "kv_bytes_removed": manifest.kv_bytes.removed,
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
+        "measured": measured_of(manifest),
         "memory": memory_of(plan, manifest),
         "shards": shards_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),
-        "warnings": {
-            name: str(plan.notes[name]) for name in WARNINGS if name in plan.notes
-        },
+        "warnings": warnings_of(plan, manifest),
         "page_tokens": manifest.page_tokens,
         "page_bytes": layout.page_stride,
         "head_dim": plan.model.head_dim,

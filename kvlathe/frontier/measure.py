@@ -73,6 +73,7 @@ class Options:
             target_len=self.target_len,
             calibration=None if is_plain else self.calibration,
             kv_bits=16,
+            measure=False,  # the frontier measures the engine itself
             max_seq_len=self.max_seq_len,
             backend=self.backend,
             workers=self.threads,

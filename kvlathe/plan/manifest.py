@@ -29,9 +29,10 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.package import __version__
 from kvlathe.plan import json_fields, replacing
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
+from kvlathe.plan.measurement import Measurement
 
 log = logging.getLogger("kvlathe")
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"
@@ -107,8 +108,9 @@ class Manifest:
     ``plan_digest`` is CompressionPlan.digest (the meaning; the file's own digest is in
     ``files``), ``model_digest`` names the checkpoint's weights, ``versions`` the
     libraries that built it. ``made_from`` records plan, ONNX file and weights as
-    exported: a backend may have put its own form in their place. ``created`` is UTC,
-    ISO 8601. ``digest``: SHA-256 of all other fields, filled in by ``write``.
+    exported: a backend may have put its own form in their place. ``measured``: what the
+    plan loses beside the uncompressed model; None where nobody measured it.
+    ``created`` is UTC, ISO 8601. ``digest``: SHA-256 of all other fields, filled in by ``write``.
     """
 
     model: str
@@ -126,6 +128,7 @@ class Manifest:
     model_digest: str
     command: str
     created: str
+    measured: Measurement | None = None
     made_from: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     files: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     kvlathe_version: str = __version__

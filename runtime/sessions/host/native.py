@@ -54,12 +54,10 @@ class NativeSession(OrtSession):
         )  # on this thread: under a millisecond a page
         huge_pages.collapse()  # the weights; the arena asks for itself
 
-    def options(self, threads: int | None) -> ort.SessionOptions:
-        options = super().options(threads)
+    def options(self, threads: int | None, plan: CompressionPlan) -> ort.SessionOptions:
+        options = super().options(threads, plan)
         options.add_session_config_entry("kvlathe.element_bits", str(self.element_bits))
-        options.add_session_config_entry(
-            "kvlathe.hot_bits", str(self.plan.index.hot_bits)
-        )
+        options.add_session_config_entry("kvlathe.hot_bits", str(plan.index.hot_bits))
         options.register_custom_ops_library(str(self.library.path))
         return options
 

@@ -1,0 +1,152 @@
+"""A plan is measured before it is written: the text for it, the time, and what follows
+from what was found.
+
+With order.py, job.py, planning.py, pricing.py and build.py the only module of engines/
+that calls export's verbs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import FOLDER
+from kvlathe.base.tokenizer_files import has_backend
+from kvlathe.engines.order import RANDOM, Order
+from kvlathe.engines.phases import phase
+from kvlathe.engines.pricing import sources_of
+from kvlathe.plan.measurement import UNMEASURED, Measurement
+from kvlathe.tasks.held_out import HeldOut
+from kvlathe.tasks.tasks import FolderEncoder
+
+if TYPE_CHECKING:
+    from kvlathe.engines.planning import Planned
+    from kvlathe.export.calibration.stats import Stats
+    from kvlathe.export.model.checkpoint import Checkpoint
+
+MOST_SECONDS = 60.0
+"""Time of a measurement of a model of MANY weights and more, where SHARE of the build
+is less; of smaller ones less, by the root of their size, down to LEAST_SHARE of it."""
+MANY = 2.5e8
+LEAST_SHARE = 0.1
+SHARE = 0.2
+"""Share of the whole build's time that a measurement may take."""
+HELD_OUT = "eval_text.jsonl"
+"""The file of this project that nothing is decided on."""
+
+
+def measured(
+    order: Order, checkpoint: Checkpoint, planned: Planned, spent: float
+) -> Measurement | None:
+    """The losses of a plan; None where the order does not want them, or where memory does
+    not suffice. ``spent``: seconds
+    of the build so far. Raises KvlatheError for a plan that loses more than the order
+    allows, before anything is written."""
+    config = order.config
+    if not config.measure:
+        return None
+    from kvlathe.export.methods.remedy import remedy
+    from kvlathe.measuring.measure import measure
+
+    log.info("measuring what the plan loses")
+    with phase("measuring"):
+        held_out = held_out_of(order, checkpoint, planned.stats)
+        seconds = max(_seconds(checkpoint), spent * SHARE / (1 - SHARE))
+        made = planned.plan, planned.basis
+        brief = order.compression.removes_nothing
+        found = measure(checkpoint, made, held_out, seconds, config.seed, brief)
+    if found is not None:
+        found = dataclasses.replace(found, remedy=remedy(order.compression))
+    check_kl(found, config.max_kl, config.compression)
+    if found is not None and found.breaks:
+        log.warning("%s", found.warning)
+    return found
+
+
+def tell(found: Measurement | None) -> None:
+    """Say at a build's end what its plan loses."""
+    log.info("%s", UNMEASURED if found is None else found.line)
+
+
+def check_kl(found: Measurement | None, most: float | None, compression: str) -> None:
+    """Raise KvlatheError for a plan that loses more than ``most``, or of which nobody
+    knows."""
+    if most is None:
+        return
+    if found is None:
+        raise KvlatheError(
+            f"--max-kl {most:g} cannot be used with {compression} here",
+            "there is too little memory to measure it",
+            "build where the whole model fits in float32",
+        )
+    if found.most_kl <= most:
+        return
+    worst = max(found.lengths, key=lambda one: one.kl)
+    raise KvlatheError(
+        f"{compression} loses more than --max-kl {most:g} allows",
+        f"{worst.words} at {worst.tokens:,} tokens of {found.text}",
+        found.remedy,
+    )
+
+
+def _seconds(checkpoint: Checkpoint) -> float:
+    """Time that a measurement may take, however short the build is."""
+    from kvlathe.export.model.tensors import stored_shapes
+
+    weights = sum(math.prod(shape) for shape in stored_shapes(checkpoint.spec).values())
+    return MOST_SECONDS * min(1.0, max(LEAST_SHARE, (weights / MANY) ** 0.5))
+
+
+def held_out_of(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> HeldOut:
+    """Text that neither the order's statistics nor its prices have read."""
+    has_tokens = has_backend(checkpoint.path)
+    return HeldOut(
+        _files(order, stats),
+        FolderEncoder(checkpoint.path) if has_tokens else None,
+        checkpoint.spec.vocab_size,
+        _read(order, checkpoint),
+        order.config.seed,
+    )
+
+
+def _files(order: Order, stats: Stats | None) -> Sequence[Path]:
+    """Texts to measure on: the user's own first, of which some may be left unread."""
+    config = order.config
+    data = FOLDER.parent / "data"
+    given = [Path(name) for name in (config.calibration, config.text) if name]
+    own = [path for path in given if path.is_file() and path.parent != data]
+    files = list(dict.fromkeys([*own, data / HELD_OUT]))
+    # Statistics that come in a file name the text they were taken on, and no more.
+    known = stats.source.get("source") if config.stats and stats else ""
+    return [path for path in files if path.is_file() and path.name != known]
+
+
+def _read(order: Order, checkpoint: Checkpoint) -> list[Sequence[int]]:
+    """The text that statistics and prices have read, as token ids."""
+    from kvlathe.export.calibration.calibrate import TOKENS, text_sequences
+    from kvlathe.export.search.exams import read_exam
+
+    config, compression = order.config, order.compression
+    read: list[Sequence[int]] = []
+    source = config.calibration
+    if (
+        compression.calibration
+        and config.stats is None
+        and source not in (None, RANDOM)
+    ):
+        tokens = config.calibration_tokens or TOKENS["text"]
+        pieces = text_sequences(checkpoint, Path(str(source)), tokens)
+        read += [piece.tolist() for piece in pieces]
+    if compression.measured or compression.measures_heads:
+        exams = sources_of(config, checkpoint).exams
+        read += itertools.chain.from_iterable(exam.windows for exam in exams)
+    elif config.accuracy is not None and config.metric != "retrieval":
+        assert config.text is not None
+        read += read_exam(checkpoint, config.metric, config.text, None).windows
+    return read
