@@ -364,7 +364,7 @@ def _scaling(keys: Keys) -> Config:
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
     betas = {f"beta_{x}": f"rope.scaling.yarn_beta_{x}" for x in ("fast", "slow")}
-    given = {
+    given: Config = {
         own: keys.number(name) for own, name in betas.items() if name in keys.values
     }
     return given | {
