@@ -143,6 +143,13 @@ def _check_given(config: BuildConfig, compression: Compression) -> None:
                 "it removes nothing",
                 "name a compression",
             )
+    chooses_ranks = compression.choosing_ranks or compression.removes_nothing
+    if config.centre and not chooses_ranks:
+        raise KvlatheError(
+            f"--centre cannot be used with {compression}",
+            "none of its methods chooses the basis that is centred",
+            "leave it out, or add a method that chooses ranks",
+        )
     if compression.measured and config.removal_rate is not None:
         raise KvlatheError(
             f"--removal-rate cannot be used with {compression}",

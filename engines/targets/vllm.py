@@ -43,6 +43,8 @@ def _layers_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def _tokens_refusal(plan: CompressionPlan) -> Refusal | None:
     """Its block table has one length for all heads of a sequence."""
+    if any(group.life.stay_hot for group in plan.groups):
+        return "its first tokens are not sealed, and vLLM's blocks are all alike", OTHER
     if plan.index.sees_less:
         reason = "heads have windows, and vLLM frees a block for all heads at once"
         return reason, OTHER

@@ -15,6 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.balanced import balanced_keys
 from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.compression import Compression, RequestedMethod
 from kvlathe.export.methods.groups import (
@@ -86,6 +87,12 @@ def verify(
         if not one.method.rotate
     ]
     outline = _joined(outlines)
+    if outline.balances_keys and compression.choosing_ranks:
+        raise KvlatheError(
+            f"basis=balanced cannot be used in {compression}",
+            "another of its methods chooses the basis",
+            "ask that one for it (--basis balanced), or leave it out",
+        )
     for one in compression.choosing_ranks:
         options = one.overruling(options)
     _check_target(compression, options, outline)
@@ -181,8 +188,11 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
     both = dataclasses.replace(
         kept,
         cold=coded.cold,
+        cold_of_dropped=coded.cold_of_dropped,
+        sink=coded.sink,
         hadamard=coded.hadamard,
         scales=coded.scales,
+        balances_keys=coded.balances_keys,
         notes=kept.notes | coded.notes,
     )
     return dataclasses.replace(both, cold=cold_tier(both))
@@ -237,8 +247,16 @@ def _composed(
     own = layer_lives(settings.layer_windows, settings.page_tokens)
     if own:
         check_layer_windows(compression, joined)
+    if own or joined.tokens or not settings.windowed:
+        joined = dataclasses.replace(joined, sink=0)
+    sink = -(-joined.sink // settings.page_tokens) * settings.page_tokens
+    joined = dataclasses.replace(joined, sink=sink)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
+    if joined.balances_keys:
+        given = _statistics(compression.text, stats)
+        page, seed = settings.page_tokens, settings.seed
+        lanes, basis = balanced_keys(lanes, basis, given, page, seed)
     if joined.cold is not None:
         lanes, basis = rotated(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed

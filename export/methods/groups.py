@@ -12,7 +12,7 @@ from kvlathe.export.methods.method import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.lives import KEEP, SEAL, Divide, Life, Window
+from kvlathe.plan.lives import KEEP, SEAL, Divide, Life, SealAfter, Window
 from kvlathe.plan.stages import Stage
 
 
@@ -41,7 +41,9 @@ def lives_of(
 ) -> list[Life]:
     """The life of each lane: by what its layer sees in the model, which is ``own``, or as
     was chosen."""
-    whole = KEEP if chosen.cold is None else SEAL
+    whole: Life = KEEP if chosen.cold is None else SEAL
+    if chosen.cold is not None and chosen.sink:
+        whole = SealAfter(chosen.sink)
     lives = chosen.tokens or (whole,)
     if len(lives) == 1:
         lives = lives * len(lanes)
@@ -93,12 +95,10 @@ def cold_tier(chosen: Decision) -> Tier | None:
             "a page of chosen tokens has no one position to draw from",
             "leave rounding out",
         )
-    if (
-        tier is None
-        or not any(life.drops and life.by_saliency for life in chosen.tokens)
-        or not tier.v.is_coded
-    ):
+    chooses = any(life.drops and life.by_saliency for life in chosen.tokens)
+    if tier is None or not chooses:
         return tier
+    tier = chosen.cold_of_dropped or tier
     if tier.sums:
         raise KvlatheError(
             "sums=stored cannot be composed with token budgets",
@@ -111,4 +111,4 @@ def cold_tier(chosen: Decision) -> Tier | None:
             "a token that is dropped shares its groups with others",
             "choose a method that groups keys along the rank",
         )
-    return dataclasses.replace(tier, axis_v="rank")
+    return dataclasses.replace(tier, axis_v="rank") if tier.v.is_coded else tier

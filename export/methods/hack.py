@@ -1,12 +1,17 @@
-"""HACK, sections 5 and 6: full pages are quantized once, and attention multiplies the
-codes as integers.
+"""HACK, sections 5 and 6: full pages are quantized once, and attention reads the codes.
 
-K is partitioned along the head dim, V along a page's tokens; each partition has a
-minimum and a scale. The partial page of V (and of K) stays as it is computed until it
-is full. Differences from the paper: codes are rounded to the nearest unless asked
-otherwise, Q and P are quantized symmetrically, so no sums of codes are stored
+A partition of numbers has a minimum and a scale. By default it is a channel of K over a
+page's tokens, and a token of V over its channels, which are rotated first
+(hadamard.py). So a channel that is large in every token, as a bias of the keys makes
+it, costs the others nothing; nor does a token that is large in every channel.
+
+The paper's partitions run the other way, K's along the head dim and V's along the
+tokens, since a product of integers sums over those: ``arithmetic=int``, and what goes
+with it. Differences from the paper are then: codes are rounded to the nearest unless
+asked otherwise, Q and P are quantized symmetrically, so no sums of codes are stored
 (export/attention/integer.py) unless asked for, and where a projection of K exists the
-kept subspace is rotated first (hadamard.py). docs/quantization.md has the measurements.
+kept subspace is rotated first. The partial page of V (and of K) stays as it is computed
+until it is full, in either form. docs/quantization.md has the measurements.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.method import Decision, Hadamard, Method
+from kvlathe.export.methods.method import Decision, Hadamard, Method, Source
 from kvlathe.export.methods.options import (
     Choice,
     MethodOptions,
@@ -27,6 +32,11 @@ Codes = Literal[2, 3, 4, 8]
 Numbers = Literal[2, 3, 4, 8, 16]
 CODINGS: dict[str, Coding] = {"even": "affine", "normal": "normal"}
 """Codings by the option ``levels``."""
+FEW = (3, 2)
+"""Bits of rotated values by token for which fixed levels are nearer than even ones."""
+SPAN = 0.8
+"""The part of a channel's range in a page that 4 levels cover, measured on text (forms.py
+has others)."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +51,46 @@ class HackOptions(MethodOptions):
         None, Choice(2, 3, 4, 8, 16), "Bits of V in place of bits; 16: not quantized."
     )
     group: int = option(64, Choice(64, 32, 128), "Numbers that share a scale.")
-    levels: Literal["even", "normal"] = option(
-        "even",
+    levels: Literal["even", "normal"] | None = option(
+        None,
         Choice("even", "normal"),
-        "Even levels from a group's minimum on, or fixed ones with one scale a group; "
-        "V's groups then run along the rank, too.",
+        "Even levels from a group's minimum on, or fixed ones with one scale a group, "
+        "for which keys and values are by token. [default: even; normal for values by "
+        "token in 3 or 2 bits, keys by channel]",
+    )
+    keys: Literal["channel", "token"] | None = option(
+        None,
+        Choice("channel", "token"),
+        "Whose numbers share a scale: a channel's over a page's tokens, or a token's "
+        "over its channels. [default: channel; token where that is needed: integers, "
+        "fixed levels, dropped tokens]",
+    )
+    values: Literal["token", "channel"] | None = option(
+        None,
+        Choice("token", "channel"),
+        "The same of V. [default: token; channel where keys are by token]",
+    )
+    basis: Literal["none", "balanced"] = option(
+        "none",
+        Choice("none", "balanced"),
+        "balanced: keys in the basis that is best for what queries ask of them, "
+        "calibrated on text. A projection at every step.",
+    )
+    sink: int | None = option(
+        None,
+        Choice(64, 0, 128),
+        "First tokens that are not quantized, in whole pages: heads attend to them by "
+        "default. None beside windows or budgets of tokens, nor in vLLM or TensorRT. "
+        "[default: 64; 0 where keys are by token]",
     )
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest", Choice("nearest", "stochastic"), "How numbers become codes."
     )
-    arithmetic: Literal["int", "float"] = option(
-        "int",
-        Choice("int", "float"),
-        "Whether attention multiplies codes as integers, or dequantizes them.",
+    arithmetic: Literal["float", "int"] | None = option(
+        None,
+        Choice("float", "int"),
+        "Whether attention multiplies codes as integers, as in the paper (keys by "
+        "token, values by channel), or dequantizes them. [default: int where it can]",
     )
     sums: Literal["none", "stored"] = option(
         "none",
@@ -75,10 +112,9 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
     if page_tokens % group:
         raise KvlatheError(
             f"group={group} cannot be used with pages of {page_tokens} tokens",
-            "V's groups run along a page's tokens",
+            "groups run along a page's tokens",
             f"choose a smaller group or --tokens-per-block {group}",
         )
-    _check_products(options)
     bits_k = options.bits_k or options.bits
     bits_v = options.bits_v or options.bits
     if bits_k == bits_v == 16:
@@ -87,32 +123,86 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
             "nothing would be quantized",
             "give one of them 8, 4, 3 or 2",
         )
-    levels = options.levels
-    if levels == "normal":
+    if options.levels == "normal":
         _check_fixed(options, bits_k, bits_v)
-    tier = Tier(
+    by_token = _needs_keys_by_token(options)
+    if by_token and options.keys == "channel":
+        raise KvlatheError(
+            f"keys=channel contradicts {by_token}",
+            "it needs the scales of keys to run along their channels",
+            "drop one of them",
+        )
+    keys = options.keys or ("token" if by_token else "channel")
+    sink = options.sink
+    if sink is None:
+        sink = 64 if keys == "channel" else 0
+    return Decision(
+        cold=_tier(options, keys),
+        cold_of_dropped=None if options.keys else _tier(options, "token"),
+        sink=sink,
+        balances_keys=options.basis == "balanced",
+        hadamard=options.hadamard,
+    )
+
+
+def source(options: HackOptions) -> Source | None:
+    """The tokens that it calibrates on."""
+    return "text" if options.basis == "balanced" else None
+
+
+def _needs_keys_by_token(options: HackOptions) -> str:
+    """The option that needs it, as it is written; empty for none."""
+    if options.arithmetic == "int":
+        return "arithmetic=int"
+    if options.sums == "stored":
+        return "sums=stored"
+    return "levels=normal" if options.levels == "normal" else ""
+
+
+def _tier(options: HackOptions, keys: Literal["channel", "token"]) -> Tier:
+    """Raises KvlatheError for integers that nothing could multiply."""
+    fixed = options.levels == "normal"
+    bits_k = options.bits_k or options.bits
+    bits_v = options.bits_v or options.bits
+    values = options.values
+    if values is None:
+        values = "channel" if keys == "token" and not fixed else "token"
+    few = bits_v in FEW and (keys, values) == ("channel", "token")
+    nearest = options.rounding == "nearest"
+    few = few and nearest and "none" != options.hadamard != "k"
+    multiplies = keys == "token" and (values == "channel" or fixed)
+    _check_products(options, multiplies)
+    return Tier(
         bits_k,
         bits_v,
-        axis_k="rank",
-        axis_v="rank" if levels == "normal" else "token",
-        group_k=group,
-        group_v=group,
-        arithmetic=options.arithmetic,
+        axis_k="token" if keys == "channel" else "rank",
+        axis_v="token" if values == "channel" else "rank",
+        group_k=options.group,
+        group_v=options.group,
+        arithmetic=options.arithmetic or ("int" if multiplies else "float"),
         rounding=options.rounding,
         sums=options.sums == "stored",
-        coding_k=CODINGS[levels],
-        coding_v=CODINGS[levels],
+        span_k=SPAN if keys == "channel" and bits_k == 2 and nearest else 1.0,
+        coding_k=CODINGS[options.levels or "even"],
+        coding_v=CODINGS[options.levels or ("normal" if few else "even")],
     )
-    return Decision(cold=tier, hadamard=options.hadamard)
 
 
-def _check_products(options: HackOptions) -> None:
-    """Raises KvlatheError for sums that nothing would read."""
-    if options.sums == "stored" and options.arithmetic != "int":
+def _check_products(options: HackOptions, multiplies: bool) -> None:
+    """Raises KvlatheError for products of integers that are not taken, and for sums that
+    nothing would read. ``multiplies``: whether the partitions allow such products."""
+    if options.sums == "stored" and options.arithmetic == "float":
         raise KvlatheError(
             "sums=stored contradicts arithmetic=float",
             "only products of integers read the sums",
             "drop one of them",
+        )
+    asks = options.arithmetic == "int" or options.sums == "stored"
+    if asks and not multiplies:
+        raise KvlatheError(
+            "values=token contradicts arithmetic=int and sums=stored",
+            "a product of integers sums over tokens, which then have a scale each",
+            "leave values out",
         )
 
 
@@ -123,6 +213,12 @@ def _check_fixed(options: HackOptions, *bits: int) -> None:
             "levels=normal contradicts bits=8",
             "the tables are for 4, 3 and 2 bits",
             "choose fewer bits, or levels=even",
+        )
+    if options.values == "channel":
+        raise KvlatheError(
+            "levels=normal contradicts values=channel",
+            "its scales run along the channels of a token",
+            "leave values out",
         )
     if options.sums == "stored" or options.rounding != "nearest":
         raise KvlatheError(
@@ -136,4 +232,5 @@ METHOD = Method(
     "quantize full pages to 8, 4, 3 or 2 bit and compute on the codes",
     HackOptions(),
     plan=plan,
+    source=source,
 )

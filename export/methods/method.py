@@ -34,9 +34,12 @@ class Decision:
     """The decision of one method. A field that is empty is left to others.
 
     ``lanes`` with their ``basis``: the ranks. ``cold``: the number format that full
-    pages are quantized to. ``split``: several of them instead, each with its share of
+    pages are quantized to; ``cold_of_dropped``: the one in its place where tokens may be
+    dropped one by one, if that is another; ``sink``: the first tokens that stay as they
+    are where all tokens stay. ``split``: several of them instead, each with its share of
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
-    rotated, or scaled by statistics, before that. ``tokens``: how each lane's
+    rotated, or scaled by statistics, before that; ``balances_keys``: whether K is put
+    into the balanced basis by them (balanced.py). ``tokens``: how each lane's
     tokens live, one life for all lanes or one each; ``score``: what they are ranked
     by. ``apart``: whether every lane is a group of its own.
     ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the life.
@@ -47,9 +50,12 @@ class Decision:
     lanes: tuple[Lane, ...] | None = None
     basis: Basis = field(default_factory=Basis)
     cold: Tier | None = None
+    cold_of_dropped: Tier | None = None
     split: tuple[tuple[Tier, float], ...] = ()
+    sink: int = 0
     hadamard: Hadamard = "none"
     scales: Scales = ""
+    balances_keys: bool = False
     tokens: tuple[Life, ...] = ()
     apart: bool = False
     score: TokenScore | None = None

@@ -74,8 +74,9 @@ class SealedAttend(AttendLayer):
         index = self.plan.index
         seals = []
         for lane in self.sizes.lanes:
-            cold = index.groups[index.number(lane.layer, lane.head)].cold
-            seals.append(Seal(self.plan, lane, cold[0] if cold else None))
+            group = index.groups[index.number(lane.layer, lane.head)]
+            tier = group.cold[0] if group.cold else None
+            seals.append(Seal(self.plan, lane, tier, group.life.stay_hot))
         return seals
 
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
@@ -228,12 +229,13 @@ class Seal:
     on q and on shares.
 
     A lane narrower than the widest of its layer comes padded; only its own ranks are
-    coded.
+    coded. The ``first`` tokens are never sealed.
     """
 
     plan: CompressionPlan
     lane: Lane
     tier: Tier | None
+    first: int = 0
 
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [whole pages, rank] -> the same as they are read back, float32."""
@@ -252,7 +254,8 @@ class Seal:
         own = x[:, :rank].float()
         padding = x[:, rank:].float()
         own = rounded(own, form, self.plan.page_tokens, self._noise(own, side))
-        return torch.cat([own, padding], -1)
+        read = torch.cat([own, padding], -1)
+        return torch.cat([x[: self.first].float(), read[self.first :]])
 
     def _noise(self, x: Tensor, side: int) -> Tensor | None:
         if self.tier is None or self.tier.rounding == "nearest":

@@ -3,8 +3,8 @@
 Groups say how lanes live. Pages are by *bucket*: the lanes whose tokens lie in the same
 pages, so one list of pages and one length a sequence. Each group has a cold bucket for
 every cold tier. Its hot bucket is its own, but for groups whose full pages are sealed: of
-those only the page that is being filled is hot, so all of them with one hot tier, in one
-stage, share one.
+those only the page that is being filled is hot, and the first ones where they stay so. All
+of them with one hot tier and as many first tokens, in one stage, share one.
 
     groups    even lanes: hot 16 bit, cold 4 bit, seal      odd lanes: hot 16 bit, cold 2 bit, window
     buckets   0: every lane, 16 bit                         1: even lanes, 4 bit      2: odd lanes, 2 bit
@@ -100,6 +100,14 @@ class Route:
     def prompt_step(self) -> int:
         return self.groups[0].at.prompt_step
 
+    @property
+    def unsealed(self) -> int | None:
+        """Pages at the front of the hot bucket that are never sealed; None where no page
+        is."""
+        if len(self.buckets) == 1:
+            return None
+        return self.groups[0].life.stay_hot // self.page_tokens
+
     def held(self, tokens: int) -> tuple[int, ...]:
         """Tokens in each of ``buckets`` once ``tokens`` have arrived and moved."""
         counts = [group.life.held(tokens, group.at) for group in self.groups]
@@ -118,6 +126,7 @@ class Route:
             of_groups[0].seals,
             tuple(one for own in of_groups for one in own.selections),
             tuple(one for own in of_groups for one in own.drops),
+            of_groups[0].first,
         )
 
     def worst_pages(self, tokens: int, prompt: int) -> tuple[int, ...]:
@@ -176,7 +185,8 @@ class PlanIndex:
         numbers: list[tuple[int, ...]] = []
         count = 0
         for place, group in enumerate(self.plan.groups):
-            key = (_stage_of(self.plan, group), group.hot) if group.seals else place
+            shared = (_stage_of(self.plan, group), group.hot, group.life.stay_hot)
+            key = shared if group.seals else place
             if key not in hot_of:
                 hot_of[key] = count
                 count += 1
@@ -215,7 +225,7 @@ class PlanIndex:
             lives=tuple(dict.fromkeys(group.life for group, _ in members)),
             scored=self.observation is not None
             and any(group.life.ranks_in(place) for group, place in members),
-            words="until they are sealed" if cold else first.life.words(place - 1),
+            words=_hot_words(first.life) if cold else first.life.words(place - 1),
         )
 
     # -- lanes -------------------------------------------------------------------------
@@ -464,3 +474,9 @@ def _stage_of(plan: PlanData, group: Group) -> int:
         return 0
     layer = plan.lanes[group.lanes[0]].layer
     return sum(stage.first_layer <= layer for stage in plan.stages) - 1
+
+
+def _hot_words(life: Life) -> str:
+    """The tokens of a hot bucket that go on to cold ones, for people."""
+    words = "until they are sealed"
+    return f"{life.stay_hot:,} first, others {words}" if life.stay_hot else words

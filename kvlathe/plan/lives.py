@@ -114,6 +114,12 @@ class Life:
 
     # -- the life's own numbers --------------------------------------------------------
     @property
+    def stay_hot(self) -> int:
+        """The first tokens that stay in the hot tier, whole pages, where full pages of
+        the others are sealed. Groups share a hot page only where it is the same."""
+        return 0
+
+    @property
     def cold_tiers(self) -> range:
         """Numbers of cold tiers that its group may have."""
         return range(2)
@@ -243,6 +249,52 @@ class Seal(Life):
     @property
     def cold_tiers(self) -> range:
         return range(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SealAfter(Life):
+    """Every token stays. The ``first`` tokens stay hot, other full pages are sealed.
+
+    Most heads attend to the first tokens by default (attention sinks), so that errors of
+    these cost more than all others' (docs/quantization.md).
+    """
+
+    first: int
+    kind: str = field(default="seal_after", init=False)
+
+    @property
+    def stay_hot(self) -> int:
+        return self.first
+
+    @property
+    def cold_tiers(self) -> range:
+        return range(1, 2)
+
+    def words(self, cold: int = 0) -> str:
+        return f"all but the {self.first:,} first"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        if not 0 < self.first < NO_END or self.first % page_tokens:
+            fact = f"its {self.first} first tokens stay as they are"
+            return fact, f"these are whole pages of {page_tokens}"
+        return None
+
+    def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        whole = at.whole(tokens)
+        first = min(self.first, whole)
+        return (first + tokens - whole, whole - first)
+
+    def moves(
+        self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
+    ) -> Moves:
+        first = self.first // at.page
+        seals = lengths[buckets[0]] // at.page - first
+        return Moves(seals, first=first) if seals > 0 else NOTHING
+
+    def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
+        whole = at.whole(tokens)
+        first = min(self.first, whole)
+        return at.pages(min(tokens, self.first + step)), at.pages(whole - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +498,7 @@ SEAL = Seal()
 LIVES: Mapping[str, type[Life]] = {
     "keep": Keep,
     "seal": Seal,
+    "seal_after": SealAfter,
     "window": Window,
     "budget": Budget,
     "divide": Divide,

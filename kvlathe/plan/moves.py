@@ -49,12 +49,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """``seals``: full pages at the front of the hot bucket that are quantized into
-    each of its cold ones; then ``selections`` are made, then ``drops``."""
+    """``seals``: full pages of the hot bucket, behind the ``first`` ones that stay there,
+    that are quantized into each of its cold ones; then ``selections`` are made, then
+    ``drops``."""
 
     seals: int = 0
     selections: tuple[Selection, ...] = ()
     drops: tuple[Drop, ...] = ()
+    first: int = 0
 
 
 NOTHING = Moves()

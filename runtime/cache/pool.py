@@ -41,7 +41,8 @@ class PagePool(PageArena):
         self._ranked = self.plan.index.ranked
         self._routes = self.plan.index.routes
         self._hot = [route.buckets[0] for route in self._routes]
-        self._sealed = [len(route.buckets) > 1 for route in self._routes]
+        # Pages of each hot bucket that are never sealed; None where none is.
+        self._unsealed = [route.unsealed for route in self._routes]
         # One token more in each hot bucket.
         self._one = [int(bucket.is_hot) for bucket in self.plan.index.buckets]
 
@@ -115,9 +116,10 @@ class PagePool(PageArena):
         """Whether one token more fills none of the pages that are there and are its
         own, and none waits to be sealed: most steps of a decode."""
         p = self.plan.page_tokens
-        for b, sealed in zip(self._hot, self._sealed, strict=True):
+        for b, unsealed in zip(self._hot, self._unsealed, strict=True):
             place, used = divmod(table.lengths[b], p)
-            if not 0 < used < p - 1 or (seal and place and sealed):
+            waits = seal and unsealed is not None and place > unsealed
+            if waits or not 0 < used < p - 1:
                 return False
             if self._owners[b][table.pages[b][place]] > 1:
                 return False
@@ -199,7 +201,7 @@ class PagePool(PageArena):
             return
         done.after = [list(ids) for ids in done.after]
         if move.seals:
-            self._seal(done, route, move.seals, lengths, first, spare)
+            self._seal(done, route, move, lengths, first, spare)
         for selection in move.selections:
             self._select(done, selection, lengths, spare)
         for drop in move.drops:
@@ -211,20 +213,21 @@ class PagePool(PageArena):
         self,
         done: PageChange,
         route: Route,
-        seals: int,
+        move: Moves,
         lengths: list[int],
         first: int,
         spare: list[Iterator[int]],
     ) -> None:
-        """The first ``seals`` pages of the hot bucket go to each of its cold ones."""
+        """Pages of the hot bucket go to each of its cold ones."""
         hot, *cold = route.buckets
+        seals = move.seals
         p = self.plan.page_tokens
         targets = [list(islice(spare[c], seals)) for c in cold]
         for i, cold_pages in enumerate(zip(*targets, strict=True)):
-            done.moves.seals.append(
-                FullPage(hot, done.after[hot][i], cold_pages, first + i * p)
-            )
-        del done.after[hot][:seals]
+            place = move.first + i
+            page = done.after[hot][place]
+            done.moves.seals.append(FullPage(hot, page, cold_pages, first + place * p))
+        del done.after[hot][move.first : move.first + seals]
         lengths[hot] -= seals * p
         for c, pages in zip(cold, targets, strict=True):
             done.after[c] += pages

@@ -74,8 +74,7 @@ class PrefixCache:
         self._seed = plan.digest.encode()
         stays = [bucket for bucket in plan.index.buckets if bucket.stays]
         self._leaving = [bucket.number for bucket in stays if bucket.life.drops]
-        kept = {bucket.number for bucket in stays if not bucket.life.drops}
-        self._kept = [b in kept for b in range(len(pool.strides))]
+        self._kept = [b not in self._leaving for b in range(len(pool.strides))]
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._compacted: list[CompactedPrefix] = []  # the last used one last
         pool.reclaim = self.reclaim
@@ -239,7 +238,8 @@ class PrefixCache:
         """Pages of each bucket of a block that ends after ``end`` tokens."""
         page = self.pool.plan.page_tokens
         held = self.pool.layout.all_held(end)
-        counts = [self.block // page if kept else 0 for kept in self._kept]
+        before = self.pool.layout.all_held(end - self.block)
+        counts = [(now - then) // page for now, then in zip(held, before, strict=True)]
         for b in self._leaving:
             counts[b] = held[b] // page
         return counts
@@ -279,7 +279,7 @@ class PrefixCache:
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
-        pages = self.block // self.pool.plan.page_tokens
+        page = self.pool.plan.page_tokens
         base = table.base
         firsts = [0] * len(self._kept)
         start = 0
@@ -293,11 +293,11 @@ class PrefixCache:
                     block_tokens = tokens[i * self.block : (i + 1) * self.block]
                     self.observer.stored(key, before, block_tokens, salt)
                 own: Pages = []
-                for ids, kept, first in zip(
-                    table.pages, self._kept, firsts, strict=True
-                ):
-                    at = first + i * pages
-                    own.append(ids[at : at + pages] if kept else [])
+                held = zip(*map(self.pool.layout.all_held, self._ends(i)), strict=True)
+                for b, (before_it, with_it) in enumerate(held):
+                    at = firsts[b] + before_it // page
+                    end = firsts[b] + with_it // page
+                    own.append(table.pages[b][at:end] if self._kept[b] else [])
                 self.pool.share(own)
                 self._blocks[key] = Block(own, not self._leaving)
             block = self._blocks[key]
@@ -305,6 +305,10 @@ class PrefixCache:
                 self._end(block, table, start + (i + 1) * self.block)
             self._blocks.move_to_end(key)
             before = key
+
+    def _ends(self, i: int) -> tuple[int, int]:
+        """Tokens before block ``i``, and those with it."""
+        return i * self.block, (i + 1) * self.block
 
     def _end(self, block: Block, table: PageTable, end: int) -> None:
         """Give a block that ends after ``end`` tokens the pages that leave, if

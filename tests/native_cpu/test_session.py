@@ -62,6 +62,7 @@ def native_llm(native: Native, kind: str) -> LLM:
             ("one", 1e-3),
             ("split", 1e-3),
             ("sealed", 0.02),
+            ("sealed after", 0.02),
             ("sealed split", 0.02),
             ("windowed", 1e-3),
             ("sealed windows", 0.02),

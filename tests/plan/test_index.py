@@ -20,6 +20,7 @@ from kvlathe.plan.lives import (
     Divide,
     Keep,
     Life,
+    SealAfter,
     Window,
 )
 from kvlathe.plan.plan import CompressionPlan
@@ -32,6 +33,7 @@ LIVES: tuple[Life, ...] = (SEAL, NEAR, FAR)
 HOT, COLD = Tier(16, 16), (Tier(8, 8, "rank", "rank"), Tier(4, 4, "rank", "rank"))
 ANY: tuple[Life, ...] = (
     Keep(), SEAL, NEAR, FAR, Budget(64), Budget(128), Divide((0.5, 0.5)), Compact(0.5),
+    SealAfter(64),
 )  # fmt: skip
 
 
@@ -40,7 +42,9 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     """Four layers of three heads in one stage or two; any lives that go together."""
     lanes = [Lane(i // 3, i % 3, 64, 32, 32, projected=True) for i in range(12)]
     kinds = draw(
-        st.sampled_from([ANY[:4], (*ANY[:2], *ANY[4:7]), (ANY[7],), (*ANY[4:6],)])
+        st.sampled_from(
+            [(*ANY[:4], ANY[8]), (*ANY[:2], *ANY[4:7]), (ANY[7],), (*ANY[4:6],)]
+        )
     )
     staged = kinds[0].by_saliency and draw(st.booleans())
     groups: list[Group] = []
@@ -102,7 +106,10 @@ def test_lanes_share_hot_pages_where_they_hold_equally_many_tokens_in_one_stage(
         for bucket in plan.index.buckets
         if bucket.is_hot and bucket.cold and bucket.life.seals
     ]
-    assert len({bucket.stage for bucket in sealed}) == len(sealed)
+    alike = {(bucket.stage, bucket.life.stay_hot) for bucket in sealed}
+    assert len(alike) == len(sealed)
+    for bucket in sealed:
+        assert len({life.stay_hot for life in bucket.lives}) == 1
 
 
 @given(plan=plans())

@@ -22,6 +22,7 @@ from kvlathe.plan.lives import (
     Compact,
     Divide,
     Life,
+    SealAfter,
     Window,
     split_tokens,
 )
@@ -99,7 +100,15 @@ def test_every_kind_of_life_is_in_the_file_form() -> None:
         assert type(made) is cls and made.kind == kind
 
 
-ONES = (KEEP, SEAL, Window(0, 64), Budget(64), Divide((1.0,)), Compact(0.5))
+ONES = (
+    KEEP,
+    SEAL,
+    SealAfter(64),
+    Window(0, 64),
+    Budget(64),
+    Divide((1.0,)),
+    Compact(0.5),
+)
 
 
 REFUSED: dict[str, Callable[[], tuple[Group, ...]]] = {
@@ -111,6 +120,10 @@ REFUSED: dict[str, Callable[[], tuple[Group, ...]]] = {
     ),
     "a hot group that divides": lambda: hot(Divide((0.6, 0.4))),
     "a hot group that seals": lambda: hot(SEAL),
+    "first tokens that are no whole pages": lambda: (
+        Group(BOTH, HOT, (FOUR,), SealAfter(100)),
+    ),
+    "no first tokens": lambda: (Group(BOTH, HOT, (FOUR,), SealAfter(0)),),
     "a cold tier that is kept": lambda: (Group(BOTH, HOT, (FOUR,), KEEP),),
     "two cold tiers that are sealed": lambda: (Group(BOTH, HOT, (FOUR, TWO), SEAL),),
     "new tokens in codes": lambda: (Group(BOTH, FOUR),),

@@ -23,6 +23,7 @@ from kvlathe.plan.lives import (
     Divide,
     Life,
     Paging,
+    SealAfter,
     Window,
 )
 
@@ -44,6 +45,7 @@ def divisions() -> st.SearchStrategy[Divide]:
 EVERY: dict[str, st.SearchStrategy[Life]] = {
     "keep": st.just(KEEP),
     "seal": st.just(SEAL),
+    "seal_after": st.builds(SealAfter, st.integers(1, 3).map(lambda n: n * PAGE)),
     "window": windows(),
     "budget": st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE)),
     "divide": divisions(),
@@ -74,9 +76,10 @@ def placements(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(EVERY)) -> Route:
     cold = draw(st.sampled_from([*life.cold_tiers]))
     lives = [(life, cold)]
     if cold and life.seals:
-        sealed = [kind for kind in EVERY if kind not in ("keep", "divide")]
+        sealed = [x for x in EVERY if x not in ("keep", "divide", "seal_after")]
         for other in draw(st.lists(st.sampled_from(sealed), max_size=2)):
-            lives.append((draw(EVERY[other]), 1))
+            # Those that share a hot page keep as many first tokens there.
+            lives.append((life if life.stay_hot else draw(EVERY[other]), 1))
     return route_of(lives, step)
 
 

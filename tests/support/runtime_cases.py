@@ -23,7 +23,7 @@ from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, Window
+from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, SealAfter, Window
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
@@ -107,6 +107,7 @@ def plans(
         "threes": plan_of((Group(every, HOT, (U3,), SEAL),)),
         "fixed": plan_of((Group(every, HOT, (N4,), SEAL),)),
         "floats": plan_of((Group(every, HOT, (F8,), SEAL),)),
+        "sealed after": plan_of((Group(every, HOT, (U8,), SealAfter(page)),)),
         "sealed split": plan_of(
             (
                 Group(every[:1], HOT, (U8,), SEAL),

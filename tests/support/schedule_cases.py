@@ -39,7 +39,8 @@ from tests.support.fake_session import (
 )
 from tests.support.runtime_cases import HOT, plan_for, plans, ranked_plans
 
-KINDS = ("one", "split", "sealed", "sealed split", "windowed", "sealed windows")
+KINDS = ("one", "split", "sealed", "sealed after", "sealed split", "windowed")
+KINDS += ("sealed windows",)
 RANKED = ("divided", "budget", "sealed budget", "staged", "staged budget")
 BROKEN = 250
 LIMITS = Limits(max_batch_size=6, max_num_tokens=48, max_input_len=96, max_seq_len=160)

@@ -166,7 +166,7 @@ def test_a_hadamard_rotation_changes_no_product(
     stats = stats_cases.stats(3, rope=rope)
     (plan, plain), (turned_plan, turned) = (
         compose(
-            parse(f"{request_name}+hack:hadamard={x}"),
+            parse(f"{request_name}+hack:levels=even,hadamard={x}"),
             stats.shape,
             rope,
             stats,

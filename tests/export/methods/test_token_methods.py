@@ -148,7 +148,10 @@ def test_prefixes_are_compacted_head_by_head_or_alike_in_any_format() -> None:
     sealed = plan("kvzip+hack:bits=4")
     hot, *cold = sealed.index.buckets
     assert hot.lanes == lanes and [b.lanes for b in cold] == [(i,) for i in lanes]
-    assert sealed.index.tiers[1].axis_v == "token"
+    assert (sealed.index.tiers[1].axis_k, sealed.index.tiers[1].axis_v) == (
+        "token",
+        "rank",
+    )
     assert CompressionPlan.from_json(sealed.to_json()) == sealed
 
 

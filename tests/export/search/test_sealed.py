@@ -93,7 +93,7 @@ def test_sealed_numbers_in_torch_are_those_of_the_codec(
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnx"])
-@pytest.mark.parametrize("kind", ["sealed", "coded", "sealed split"])
+@pytest.mark.parametrize("kind", ["sealed", "coded", "sealed after", "sealed split"])
 def test_a_plan_is_scored_as_its_engine_computes(kind: str, backend: str) -> None:
     """200 tokens end within a page, so tokens see their own page hot and all others as
     codes. A number on the border of two codes may fall to either side (test_seal.py):

@@ -29,7 +29,8 @@ from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
 
-KINDS = ("one", "split", "sealed", "sealed split", "windowed", "sealed windows")
+KINDS = ("one", "split", "sealed", "sealed after", "sealed split", "windowed")
+KINDS += ("sealed windows",)
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPT = list(text(1100))
 ORIGIN = Origin("0" * 64, "1" * 64, FORM)

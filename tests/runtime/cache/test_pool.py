@@ -27,7 +27,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import SEAL, Window
+from kvlathe.plan.lives import SEAL, SealAfter, Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.arena import OutOfPages, slab_size
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
@@ -67,6 +67,11 @@ GROUPS = {
     "sealed windows": (
         Group((0, 2), HOT, (EIGHT,), Window(0, PAGE)),
         Group((1, 3), HOT, (PLAIN,), SEAL),
+    ),
+    "first pages as they are": (
+        Group((0, 2), HOT, (EIGHT,), SealAfter(PAGE)),
+        Group((1,), HOT, (PLAIN,), SealAfter(2 * PAGE)),
+        Group((3,), HOT, (PLAIN,), SealAfter(PAGE)),
     ),
     "packed": (Group(EVERY, PLAIN, (MIXED,), SEAL),),
 }
@@ -257,10 +262,12 @@ class PoolMachine(RuleBasedStateMachine):
         bucket, length = self.plan.index.buckets[b], sequence.table.lengths[b]
         values = np.array(sequence.values, float)
         hot = sequence.table.lengths[bucket.hot]
+        first = min(hot, bucket.life.stay_hot)
+        sealed = slice(first, len(values) - hot + first)
         if not bucket.is_hot:
-            values = values[: len(values) - hot]
+            values = values[sealed]
         elif bucket.cold:
-            return values[len(values) - hot :]
+            return np.delete(values, sealed)
         gone = len(values) - length
         sink = bucket.life.sees.sink
         return np.concatenate([values[:sink], values[sink + gone :]])

@@ -21,6 +21,7 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
         ("one", 640),
         ("split", 640),
         ("sealed", 512),
+        ("sealed after", 512),
         ("sealed split", 512),
         ("windowed", 512),
         ("sealed windows", 512),

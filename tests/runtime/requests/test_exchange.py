@@ -37,6 +37,7 @@ SHARED = (
     "one",
     "split",
     "sealed",
+    "sealed after",
     "sealed split",
     "coded",
     "windowed",
