@@ -15,7 +15,6 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.balanced import balanced_keys
 from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.compression import Compression, RequestedMethod
 from kvlathe.export.methods.groups import (
@@ -29,6 +28,7 @@ from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
 from kvlathe.export.methods.method import Decision, Rotate
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.export.methods.turns import in_bases
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.plan import CompressionPlan
@@ -87,11 +87,11 @@ def verify(
         if not one.method.rotate
     ]
     outline = _joined(outlines)
-    if outline.balances_keys and compression.choosing_ranks:
+    if outline.turn is not None and compression.choosing_ranks:
         raise KvlatheError(
-            f"basis=balanced cannot be used in {compression}",
-            "another of its methods chooses the basis",
-            "ask that one for it (--basis balanced), or leave it out",
+            f"the methods of {compression} cannot be composed",
+            "two of them choose the basis",
+            "keep one of them, or ask that which chooses ranks for --basis balanced",
         )
     for one in compression.choosing_ranks:
         options = one.overruling(options)
@@ -192,7 +192,7 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
         sink=coded.sink,
         hadamard=coded.hadamard,
         scales=coded.scales,
-        balances_keys=coded.balances_keys,
+        turn=coded.turn,
         notes=kept.notes | coded.notes,
     )
     return dataclasses.replace(both, cold=cold_tier(both))
@@ -253,10 +253,9 @@ def _composed(
     joined = dataclasses.replace(joined, sink=sink)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
-    if joined.balances_keys:
+    if joined.turn is not None:
         given = _statistics(compression.text, stats)
-        page, seed = settings.page_tokens, settings.seed
-        lanes, basis = balanced_keys(lanes, basis, given, page, seed)
+        lanes, basis = in_bases(lanes, joined.turn(given, settings.seed))
     if joined.cold is not None:
         lanes, basis = rotated(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed

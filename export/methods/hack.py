@@ -26,6 +26,7 @@ from kvlathe.export.methods.options import (
     MethodOptions,
     option,
 )
+from kvlathe.export.methods.turns import balanced_keys
 from kvlathe.plan.formats import Coding, Tier
 
 Codes = Literal[2, 3, 4, 8]
@@ -140,7 +141,7 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
         cold=_tier(options, keys),
         cold_of_dropped=None if options.keys else _tier(options, "token"),
         sink=sink,
-        balances_keys=options.basis == "balanced",
+        turn=balanced_keys if options.basis == "balanced" else None,
         hadamard=options.hadamard,
     )
 

@@ -29,6 +29,10 @@ Hadamard = Literal["auto", "none", "k", "v", "kv"]
 where groups run along the rank and it costs nothing."""
 
 
+Turn = Callable[[Stats, int], Basis]
+"""Bases of all lanes, of which no dim is cut, from statistics and a seed."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """The decision of one method. A field that is empty is left to others.
@@ -38,8 +42,8 @@ class Decision:
     dropped one by one, if that is another; ``sink``: the first tokens that stay as they
     are where all tokens stay. ``split``: several of them instead, each with its share of
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
-    rotated, or scaled by statistics, before that; ``balances_keys``: whether K is put
-    into the balanced basis by them (balanced.py). ``tokens``: how each lane's
+    rotated, or scaled by statistics, before that; ``turn``: what gives whole lanes
+    their bases by statistics, first of all (turns.py). ``tokens``: how each lane's
     tokens live, one life for all lanes or one each; ``score``: what they are ranked
     by. ``apart``: whether every lane is a group of its own.
     ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the life.
@@ -55,7 +59,7 @@ class Decision:
     sink: int = 0
     hadamard: Hadamard = "none"
     scales: Scales = ""
-    balances_keys: bool = False
+    turn: Turn | None = None
     tokens: tuple[Life, ...] = ()
     apart: bool = False
     score: TokenScore | None = None

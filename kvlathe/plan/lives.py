@@ -257,6 +257,9 @@ class SealAfter(Life):
 
     Most heads attend to the first tokens by default (attention sinks), so that errors of
     these cost more than all others' (docs/quantization.md).
+
+    >>> SealAfter(64).held(1000, Paging(page=64, cold=1))
+    (104, 896)
     """
 
     first: int

@@ -4,9 +4,10 @@ they lose without them, and the first tokens are not coded."""
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +18,11 @@ from kvlathe.engines.order import accept
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate
 from kvlathe.export.folding.fold import decoder_from
-from kvlathe.export.methods.balanced import balanced_keys
 from kvlathe.export.methods.composition import CacheSettings, compose, verify
 from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.method import Turn
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.export.methods.turns import balanced_keys, in_bases, reader_axes
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
 from kvlathe.plan.lives import SEAL, SealAfter
@@ -127,19 +129,28 @@ def test_first_tokens_that_are_not_quantized_are_exact(folder: Path) -> None:
     )
 
 
+TURNS: dict[str, Turn] = {
+    "balanced keys": balanced_keys,
+    "a head's readers": partial(reader_axes, per_layer=False),
+    "a layer's readers": partial(reader_axes, per_layer=True),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
 @pytest.mark.parametrize("bias", [0, 160])
-def test_keys_in_the_balanced_basis_less_their_mean_are_exact(
-    folder: Path, bias: int
+def test_whole_lanes_in_bases_from_statistics_are_exact(
+    folder: Path, bias: int, name: str
 ) -> None:
-    """In full precision: softmax ignores a constant of all keys."""
+    """In full precision, centred keys too: softmax ignores a constant of all keys."""
     checkpoint = Checkpoint(folder / f"{bias}")
     stats = calibrate(checkpoint, "random")
     plan, _ = compose(
         parse("none"), stats.shape, True, None, RankOptions(), CacheSettings(32)
     )
-    lanes, basis = balanced_keys(plan.lanes, Basis(), stats, plan.page_tokens, 0)
-    centres = [of_lane.centre_k for of_lane in basis.values()]
-    assert all(x is not None and abs(x).max() > bias / 2 for x in centres)
+    lanes, basis = in_bases(plan.lanes, TURNS[name](stats, 0))
+    if name == "balanced keys":
+        centres = [of_lane.centre_k for of_lane in basis.values()]
+        assert all(x is not None and abs(x).max() > bias / 2 for x in centres)
     turned = decoder_from(checkpoint, dataclasses.replace(plan, lanes=lanes), basis)
     whole = decoder_from(checkpoint, plan, Basis())
     tokens = list(range(90))
@@ -151,10 +162,32 @@ def test_keys_in_the_balanced_basis_less_their_mean_are_exact(
     )
 
 
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_axes_of_readers_spread_their_energy_evenly(
+    folder: Path, per_layer: bool
+) -> None:
+    """Eigenvectors, then a Hadamard matrix: every channel is read alike, and the
+    matrices are orthogonal."""
+    stats = calibrate(Checkpoint(folder / "160"), "random")
+    basis = reader_axes(stats, 0, per_layer)
+    for layer in range(stats.shape.layers):
+        for head in range(stats.shape.kv_heads):
+            lane = basis[layer, head]
+            assert lane.b is not None and lane.a_v is not None
+            heads = slice(None) if per_layer else slice(head, head + 1)
+            for axes, moments in (
+                (lane.b, stats.whole.qq[layer, heads]),
+                (lane.a_v, stats.whole.oo[layer, heads]),
+            ):
+                np.testing.assert_allclose(axes.T @ axes, np.eye(32), atol=1e-9)
+                energy = np.diag(axes.T @ moments.sum(0) @ axes)
+                np.testing.assert_allclose(energy, energy.mean(), rtol=1e-6)
+
+
 def test_the_balanced_basis_is_one_methods_to_choose(folder: Path) -> None:
     assert parse("hack:bits=2").calibration is None
     assert parse("hack:bits=2,basis=balanced").calibration == "text"
-    with pytest.raises(KvlatheError, match="another of its methods chooses the basis"):
+    with pytest.raises(KvlatheError, match="two of them choose the basis"):
         verify(parse("fdc+hack:basis=balanced"), RankOptions(), 64)
 
 
