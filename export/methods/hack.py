@@ -168,9 +168,10 @@ def _tier(options: HackOptions, keys: Literal["channel", "token"]) -> Tier:
     values = options.values
     if values is None:
         values = "channel" if keys == "token" and not fixed else "token"
-    few = bits_v in FEW and (keys, values) == ("channel", "token")
     nearest = options.rounding == "nearest"
-    few = few and nearest and "none" != options.hadamard != "k"
+    is_turned = options.hadamard not in ("none", "k")
+    few = bits_v in FEW and keys == "channel" and values == "token"
+    few = few and nearest and is_turned
     multiplies = keys == "token" and (values == "channel" or fixed)
     _check_products(options, multiplies)
     return Tier(
