@@ -162,16 +162,14 @@ class FakeSession(Session):
                 length += len(fresh)
             places = np.arange(length)
             found[s] = self.pages[s][table[places // p], places % p]
-        held = [
-            (
-                bucket.life,
-                np.concatenate(
-                    [*([found[bucket.number]] * (not bucket.is_hot)), found[bucket.hot]]
-                ),
-            )
-            for bucket in self.plan.index.buckets
-            if bucket.stays
-        ]
+        held = []
+        for bucket in self.plan.index.buckets:
+            if bucket.stays:
+                hot = found[bucket.hot]
+                first, newest = np.split(hot, [bucket.life.stay_hot])
+                sealed = [] if bucket.is_hot else [found[bucket.number]]
+                tokens = np.concatenate([first, *sealed, newest])
+                held.append((bucket.life, tokens))
         whole = next(tokens for life, tokens in held if not life.drops)
         for life, tokens in held:
             gone = len(whole) - len(tokens)

@@ -91,8 +91,8 @@ def test_first_tokens_stay_as_they_are_where_all_tokens_stay(
 ) -> None:
     shape = Checkpoint(folder / "0").spec.shape
 
-    def lives(request: str, **settings: bool) -> set[object]:
-        form = CacheSettings(32, **settings)
+    def lives(request: str, windowed: bool = True) -> set[object]:
+        form = CacheSettings(32, windowed=windowed)
         plan, _ = compose(parse(request), shape, True, None, RankOptions(), form)
         return {group.life for group in plan.groups}
 
