@@ -34,7 +34,7 @@ from kvlathe.plan.plan import CompressionPlan
 
 FOLDED = ("q", "k", "v", "o", "attend")
 """Parts of a layer that a fold may change."""
-LEAST_TOKENS = 128
+LEAST_TOKENS = 256
 """Tokens to which the shortest windows may be cut where there is no time for more."""
 HEAD_COST = 2.0
 """Time of a number of the head, beside that of a number of a layer: its logits are also
