@@ -64,11 +64,11 @@ class Prompt(ForcedText):
         self.seen: list[tuple[int, bytes]] = []
         self.rewrite: Codec | None = None
 
-    def _chunk(self, wanted: set[int]) -> dict[int, Any]:
-        found = super()._chunk(wanted)
+    def keep(self, rows: Rows) -> int:
+        count = super().keep(rows)
         if self._sequence.cached == PROMPT:
             self._look()
-        return found
+        return count
 
     def _look(self) -> None:
         table = self._sequence.table

@@ -159,6 +159,7 @@ class PackedMap:
             codes = _unpack(words.T.contiguous(), self.packing.bits).T
         own, order = self.grid(), self.order
         group = self._regular(len(codes)) if order is None else order
+        assert own.zeros is not None
         return (codes - own.zeros[group]) * own.scales[group]
 
     def _regular(self, inputs: int) -> Tensor:

@@ -83,9 +83,9 @@ class ForcedText:
         self._coming = [places[i] for i in offsets]
         return PrefillChunk(sequence, count, self._reserve(count), offsets)
 
-    def keep(self, rows: Items[Row]) -> int:
-        """Keep the logits of the chunk that was computed, which come first in ``rows``;
-        returns how many they are."""
+    def keep(self, rows: Row) -> int:
+        """Keep the logits of the chunk that was computed, which come first in ``rows``
+        [.., vocab]; returns how many they are."""
         count = len(self._coming)
         self._found |= dict(zip(self._coming, rows[:count], strict=True))
         return count

@@ -12,7 +12,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -314,7 +314,9 @@ def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profi
         "onnx", "one", 1 << 26, dataclasses.replace(LIMITS, max_num_tokens=8)
     )
     assert isinstance(found, OrtSession)
-    pool = found.graphs[0].pool
+    (graph,) = found.graphs
+    assert isinstance(graph, Graph)
+    pool = graph.pool
     assert [view.data_ptr() for view in pool.values()] == [
         found.memory.ctypes.data
     ] * len(pool)
