@@ -30,6 +30,7 @@ print(json.dumps([peak() - before, found["agreement"], found["kl"]]))
 """
 
 
+@pytest.mark.nightly
 def test_a_large_vocabulary_takes_less_than_a_gigabyte(tmp_path: Path) -> None:
     """256 rows of 262,144 logits are 0.27 GB, of each engine, and 0.54 in each array of
     the numbers that KL is computed in."""
