@@ -287,7 +287,12 @@ def test_windows_shrink_and_long_questions_go(files: tuple[Path, Path]) -> None:
         evaluate(Stub(longest=2), retrieval=files[1])
 
 
-@given(st.integers(0, 900), st.integers(1, 900), st.sampled_from([100, 5000, 300000]))
+@given(
+    st.integers(0, 900),
+    st.integers(1, 900),
+    st.sampled_from([100, 5000, 300000]),
+    st.integers(1, 3),
+)
 def test_blocks_are_the_rows_cut_between_pages(
     start: int, count: int, words: int, texts: int
 ) -> None:

@@ -100,12 +100,12 @@ def test_gradients_are_those_of_the_whole_model_in_float64(
     assert [one.layer for one in pulled] == list(range(checkpoint.spec.layers))[::-1]
     logits, expected = whole_gradients(exact, ids, torch.cat(labels, 1))
     found = model.logits(ids.tolist(), range(TOKENS))
-    torch.testing.assert_close(found.double(), logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.double(), logits.double(), atol=1e-4, rtol=0)
     for one, whole in zip(pulled[::-1], expected, strict=True):
         largest = float(whole.abs().max())
         assert largest > 0
         own = one.pull.flatten(2).double()
-        torch.testing.assert_close(own, whole, atol=1e-4 * largest, rtol=1e-3)
+        torch.testing.assert_close(own, whole.double(), atol=1e-4 * largest, rtol=1e-3)
 
 
 def test_a_pass_that_is_remembered_gives_the_same_gradients(
