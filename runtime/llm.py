@@ -439,7 +439,7 @@ class LLM(ClosesAtExit):
                 self.thread.call(text.close)
 
     def texts_at_once(self, tokens: int, most: int) -> int:
-        """How many texts of ``tokens`` tokens the cache holds together, 1 to
+        """The texts of ``tokens`` tokens that the cache holds together, 1 to
         ``most``."""
         worst = self.pool.worst_pages(tokens)
         most = min(most, self.engine.scheduler.limits.max_batch_size)

@@ -227,7 +227,7 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _biases(file: GgufFile) -> Config:
-    """Which maps have biases. Qwen2 has them always."""
+    """The maps that have biases. Qwen2 has them always."""
     if file.architecture not in ("llama", "granite", "smollm3", "qwen3", "qwen3moe"):
         return {}
     return {
@@ -322,7 +322,7 @@ def _rope(keys: Keys, sizes: Sizes) -> Config:
 
 
 def _scaling(keys: Keys) -> Config:
-    """What changes the frequencies. Factors of each plane that the file has as a tensor
+    """Changes of the frequencies. Factors of each plane that the file has as a tensor
     are LongRoPE's, whatever they came from."""
     file = keys.file
     length = keys.whole("context_length")

@@ -37,7 +37,7 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.{e}.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-"""What each plane's frequency is divided by (Llama 3)."""
+"""Divisors of each plane's frequency (Llama 3)."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 """The same of LongRoPE."""
 OF_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)

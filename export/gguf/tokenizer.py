@@ -56,7 +56,7 @@ GPT4O = (
 
 @dataclass(frozen=True)
 class Split:
-    """How text is cut before it is merged: by ``pattern``, or as GPT-2 does, after
+    """The cut of text before it is merged: by ``pattern``, or as GPT-2 does, after
     ``digits`` apart where that is set. ``whole``: what is a token as a whole is not
     merged. ``begins``: texts begin with bos_token, unless the file says."""
 

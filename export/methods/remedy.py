@@ -9,7 +9,7 @@ GENTLE = "hack:bits=8"
 
 
 def remedy(compression: Compression) -> str:
-    """What loses less than ``compression``."""
+    """A plan that loses less than ``compression``, in words."""
     if compression.measured:
         return "ask for a smaller --compression-ratio, or for an --accuracy"
     if compression.text == GENTLE:

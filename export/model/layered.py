@@ -49,7 +49,7 @@ class Pass:
     last: Tensor
 
     def of(self, rows: Sequence[int]) -> Tensor:
-        """What the last layer gives of some of the rows."""
+        """Some rows of what the last layer gives."""
         return self.last[[self.rows.index(row) for row in rows]]
 
 
@@ -128,7 +128,7 @@ class LayeredModel:
     def _states(
         self, ids: Sequence[int], rows: Sequence[int], advance: Advance
     ) -> tuple[list[Tensor], Tensor]:
-        """What each layer reads, and what the last one gives of ``rows``."""
+        """Inputs of each layer, and what the last one gives of ``rows``."""
         known = self._passes.pop(tuple(ids), None)
         if known is not None and set(rows) <= set(known.rows):
             advance(1)
@@ -139,7 +139,7 @@ class LayeredModel:
     def _passed(
         self, ids: Sequence[int], rows: Sequence[int], advance: Advance
     ) -> Iterator[Tensor]:
-        """What each layer reads, one after the other, and what the last one gives of
+        """Inputs of each layer, one after the other, and what the last one gives of
         ``rows``."""
         places = self._places(ids)
         hidden = embed(self._checkpoint, torch.tensor(ids, device=self.device), places)

@@ -61,7 +61,7 @@ class PlainAttention:
             first = max(0, start + 1 - self.window) if self.window else 0
             block = partial(self._block, start=start, first=first)
             own = q[:, start:end], k[:, first:end], v[:, first:end]
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and any(x.requires_grad for x in own):
                 outputs.append(recomputed(block, *own, use_reentrant=False))
             else:
                 outputs.append(block(*own))

@@ -1,4 +1,4 @@
-"""Where a model is a GGUF file: which one a path or a folder means."""
+"""Models that are a GGUF file: the one that a path or a folder means."""
 
 from __future__ import annotations
 

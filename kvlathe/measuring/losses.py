@@ -96,7 +96,7 @@ def text_sums(whole: Rows, planned: Rows, targets: Tensor, vocabulary: int) -> S
 def exercise_sums(
     whole: Rows, near: Rows, planned: Rows, targets: Tensor, vocabulary: int
 ) -> Sums:
-    """How many of an exercise's answers depend on what is far (the uncompressed model
+    """The count of an exercise's answers that depend on what is far (the uncompressed model
     is right, and GAIN nats less sure where it reads only what is ``near``), and how many
     of these the plan's model still gives."""
     asked = kept = 0

@@ -152,7 +152,7 @@ def _fitting(checkpoint: Checkpoint) -> int:
 def _left_out(
     wanted: Sequence[int], measured: Sequence[int], served: int, longest: int
 ) -> str:
-    """Which lengths were not measured, in words."""
+    """The lengths that were not measured, in words."""
     missing = sorted(set(wanted) - set(measured))
     said = [f"{tokens:,}" for tokens in missing]
     parts = [f"no time for {listed(said)} tokens"] if said else []
@@ -164,7 +164,7 @@ def _left_out(
 # -- sums ------------------------------------------------------------------------------
 @torch.inference_mode()
 def _sums(models: BothModels, work: Work, decoder: PagedDecoder | None) -> Sums:
-    """What a group says, all of its passages together. ``decoder``: what computes the
+    """The sums of a group, all of its passages together. ``decoder``: what computes the
     plan's logits; None: they were computed beside the others."""
     vocabulary = models.checkpoint.spec.vocab_size
     total = Sums()

@@ -21,7 +21,7 @@ WINDOWS, MORE_WINDOWS = 2, 4
 FEW_TOKENS = 256
 """Tokens that tell of a plan that removes nothing that it does not."""
 RANKED_SHARE, RANKED_SCORED = 4, 256
-"""Where a plan ranks the tokens of a prompt, a window's last fourth at most is scored,
+"""A plan that ranks the tokens of a prompt has a window's last fourth at most scored,
 and no more than so many places: the rest is the prompt."""
 
 

@@ -90,7 +90,7 @@ def evaluate(formula: str, inputs: Mapping[str, Array]) -> Array:
 
 
 def inputs_of(formula: str) -> frozenset[str]:
-    """Which of INPUTS a formula reads. Raises ValueError for text that is no formula."""
+    """The INPUTS that a formula reads. Raises ValueError for text that is no formula."""
     nodes = ast.walk(_tree(formula))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     return frozenset(names & INPUTS.keys())

@@ -16,8 +16,11 @@ MOST_KL = 0.05
 """Nats a token above which a plan breaks the model."""
 LEAST_SAME = 0.9
 """Share of equal next tokens below which it does."""
+TIED_KL = 0.001
+"""Nats a token below which other next tokens are ties of a model that says little: no
+token's chance has moved by more than sqrt(KL / 2), a fiftieth."""
 MOST = 1e12
-"""What stands for numbers beyond it, and for those that are none: JSON has no
+"""Stands for numbers beyond it, and for those that are none: JSON has no
 infinity."""
 UNMEASURED = "not measured"
 
@@ -41,7 +44,7 @@ class LengthLoss:
     @property
     def breaks(self) -> bool:
         """Whether a plan that loses so much breaks the model."""
-        return self.kl > MOST_KL or self.same_token < LEAST_SAME
+        return self.kl > MOST_KL or (self.same_token < LEAST_SAME and self.kl > TIED_KL)
 
     @property
     def words(self) -> str:
@@ -115,7 +118,7 @@ class Measurement:
 
     @property
     def warning(self) -> str:
-        """What is wrong with a plan that breaks the model; empty where it does not."""
+        """The fault of a plan that breaks the model, in words; empty where it does not."""
         if not self.breaks:
             return ""
         worst = self.worst

@@ -115,7 +115,13 @@ def test_a_plan_that_loses_more_than_was_allowed_leaves_nothing(
 ) -> None:
     """Two bits of a trained model, by the command line."""
     where = ("--model", str(LATHE), "--output-dir", str(tmp_path / "engine"))
-    asked = ("--compression", "hack:bits=2", "--max-kl", "0.05", "--no-cache")
+    asked = (
+        "--compression",
+        "hack:bits=2,arithmetic=int",
+        "--max-kl",
+        "0.05",
+        "--no-cache",
+    )
     assert cli.run(["build", *where, *asked]) == 1
     said = capsys.readouterr().err
     assert "loses more than --max-kl 0.05 allows" in said and "hack:bits=8" in said

@@ -118,7 +118,9 @@ def test_keys_are_ranked_by_a_formula_as_the_reference_ranks_them(
     plan = ranked_plan("unlike keys")
     ours, theirs = on_gpu(cuda, plan), on_cpu(plan)
     watched = Watched(ours, likeness)
-    tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
+    # Cosines to one mean lie closer together than masses of attention do: what a 16-bit
+    # key is rounded to decides more often. `watched` knows no such excuse.
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700, share=0.9)
     assert watched.dropped > 1000
 
 

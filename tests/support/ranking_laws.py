@@ -242,7 +242,7 @@ def tokens_stay_as_on_the_cpu(
     )
     assert moves[0], "nothing was ranked"
     same = alike(*moves)
-    assert same >= share
+    assert same >= share, f"{same:.3f} of the tokens are the same"
     largest = np.abs(expected).max()
     difference = np.abs(found - expected)
     assert difference[0].max() <= (of_prompt if same == 1 else OTHER_TOKEN) * largest

@@ -184,7 +184,7 @@ def test_a_large_vocabulary_takes_the_memory_that_was_foretold(tmp_path: Path) -
     assert peak < foretold < 1 << 30
 
 
-def test_what_does_not_fit_is_refused_with_the_remedy(
+def test_prices_that_do_not_fit_in_memory_are_refused_with_the_remedy(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Checkpoint(reference("llama")[0]).spec
