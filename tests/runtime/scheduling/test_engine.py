@@ -332,7 +332,7 @@ def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profi
         (np.zeros((1, 1), np.int32),),
         np.zeros(1, np.int32),
     )
-    with pytest.raises(KvlatheError, match="max_num_tokens is 8"):
+    with pytest.raises(KvlatheError, match="max-num-tokens is 8"):
         found.run(step)
 
 
