@@ -19,7 +19,7 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.plan.kernel_forms import (
     Refusal,
     forms_refusal,
-    ranking_refusal,
+    plan_refusal,
 )
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -60,7 +60,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
-    refusal = refusal or ranking_refusal(plan)
+    refusal = refusal or plan_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)

@@ -13,6 +13,12 @@ Refusal = tuple[str, str]
 """A reason and a remedy."""
 
 
+def plan_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
+    take it. A life that they do not know is refused here."""
+    return forms_refusal(plan) or ranking_refusal(plan)
+
+
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of the first of its quantized pages that may not be; None where all
     may."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.kernel_limits import kernel_limits
-from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
+from kvlathe.plan.kernel_forms import plan_refusal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
@@ -24,7 +24,7 @@ from kvlathe.runtime.native.library import ABI_VERSION, find
 def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
     """Raise KvlatheError where the kernels may not read pages of ``plan``, or this GPU
     lacks the shared memory to attend a layer of it (docs/native.md)."""
-    refusal = forms_refusal(plan) or ranking_refusal(plan)
+    refusal = plan_refusal(plan)
     if refusal:
         raise KvlatheError("the CUDA kernels cannot run this plan", *refusal)
     try:
