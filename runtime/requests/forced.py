@@ -150,7 +150,7 @@ def until(
         found = engine.run(list(chunks.values()))
         at = 0
         for text in chunks:
-            at += text.keep(list(found[at:]))
+            at += text.keep(found[at:])
 
 
 def _next_chunks(
