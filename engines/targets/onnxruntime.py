@@ -87,8 +87,9 @@ def _wanted(plan: CompressionPlan, stage: int) -> list[str]:
 
 
 def _load(path: str) -> list[str]:
-    """Names of the graph's inputs and outputs. No optimization and no repacking:
-    weights stay in the mapped file."""
+    """Names of the graph's inputs and outputs. No optimization, no repacking (weights
+    stay in the mapped file), and no plan of buffers, whose time grows with the square of
+    the nodes: minutes where every head has a form of its own."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -96,6 +97,7 @@ def _load(path: str) -> list[str]:
         onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     )
     options.add_session_config_entry("session.disable_prepacking", "1")
+    options.enable_mem_reuse = False
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(
         path, options, providers=["CPUExecutionProvider"]

@@ -31,8 +31,8 @@ ENDS = (
 
 class HeldOut:
     """Windows of documents of ``files``, each from another document while there are
-    any, then of made-up sentences; without an ``encoder`` of random tokens below
-    ``vocabulary``. Nothing of ``read`` is in them."""
+    any, then of made-up sentences; of random tokens below ``vocabulary`` without an
+    ``encoder``, or with one that knows no words. Nothing of ``read`` is in them."""
 
     def __init__(
         self,
@@ -72,12 +72,14 @@ class HeldOut:
             return piece, "held-out text"
         if self._rest:
             return self._rest.pop(0), "held-out text"
-        if self._encoder is None:
-            drawn = self._random.integers(self._vocabulary, size=1024)
-            return drawn.tolist(), "random tokens"
-        text = sentences(self._random, 64)
-        made = self._encoder.encode(text, add_special_tokens=False)
-        return made, "made-up sentences"
+        if self._encoder is not None:
+            text = sentences(self._random, 64)
+            made = self._encoder.encode(text, add_special_tokens=False)
+            if len(made) >= SHORTEST:
+                return made, "made-up sentences"
+            self._encoder = None  # it knows none of these words
+        drawn = self._random.integers(self._vocabulary, size=1024)
+        return drawn.tolist(), "random tokens"
 
     def _of_files(self, files: Sequence[Path]) -> Iterator[list[int]]:
         """The pieces of all documents, from the last one on: what reads a file begins

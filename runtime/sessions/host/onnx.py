@@ -149,6 +149,9 @@ class OrtSession(GraphSession):
         options.intra_op_num_threads = machine.threads(threads)
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        # A plan of buffers takes time by the square of the nodes: minutes where every
+        # head has a form of its own. Without it runs are as fast and take no more.
+        options.enable_mem_reuse = False
         if (
             plan.stages
         ):  # the threads of a graph that has run must not spin while the next one runs
