@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import require
 from kvlathe.base.tokenizer_files import eos_ids, has_backend, read_backend
 from kvlathe.engines.backends import BACKENDS, check_windows
 from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
@@ -110,6 +111,9 @@ def prepare(order: Order) -> Job:
     """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing
     has been written."""
     config = order.config
+    drawn = ("matplotlib",)
+    exported = ("onnx", "onnxscript") if BACKENDS[config.backend].graph else ()
+    require("engines cannot be built here", "export", *drawn, *exported)
     checkpoint = open_checkpoint(
         config.model,
         config.max_seq_len,

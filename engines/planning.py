@@ -17,7 +17,7 @@ from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.extras import pip_install
+from kvlathe.base.extras import require
 from kvlathe.engines import cache
 from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.order import Order, folder_of
@@ -51,6 +51,10 @@ class Planned:
     stats: Stats | None
 
 
+READERS = ("torch", "transformers", "safetensors", "huggingface_hub")
+"""Packages that reading a checkpoint takes."""
+
+
 def open_checkpoint(
     model: Path,
     max_seq_len: int | None = None,
@@ -60,17 +64,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """``device`` and ``lora`` as in BuildConfig. Raises KvlatheError for everything that makes it
     unusable, and where the libraries for it are missing."""
-    try:
-        import torch
+    require("checkpoints cannot be read here", "export", *READERS)
+    import torch
 
-        from kvlathe.export.model.checkpoint import Checkpoint
-        from kvlathe.export.model.device import choose_device
-    except ImportError as error:
-        raise KvlatheError(
-            "checkpoints cannot be read here",
-            f"{error.name} is not installed",
-            f"run {pip_install('export')}",
-        ) from error
+    from kvlathe.export.model.checkpoint import Checkpoint
+    from kvlathe.export.model.device import choose_device
+
     if workers:
         torch.set_num_threads(workers)
     adapters = [read_adapter(text) for text in lora]

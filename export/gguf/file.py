@@ -12,7 +12,6 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from math import prod
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.extras import pip_install
+from kvlathe.base.extras import require
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -235,11 +234,4 @@ def _type(kind: int) -> tuple[str, int, int]:
 
 def require_library() -> None:
     """Raise KvlatheError where the gguf package is not installed."""
-    try:
-        import_module("gguf.quants")
-    except ImportError as error:
-        raise KvlatheError(
-            "GGUF files cannot be read here",
-            f"{error.name} is not installed",
-            f"run {pip_install('export')}",
-        ) from error
+    require("GGUF files cannot be read here", "export", "gguf")

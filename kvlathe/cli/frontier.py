@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import require
 from kvlathe.base.hub import checkpoint_folder
 from kvlathe.cli.common import MODEL, PATH, REVISION, THREADS, Result, reports
 
@@ -159,11 +161,17 @@ def frontier_command(
     within 0.01 of the uncompressed model. What was measured is kept in --output: the
     same command goes on where it was stopped.
     """
+    require("no frontier can be drawn", "export", "matplotlib")
     from kvlathe.frontier.measure import Options
     from kvlathe.frontier.points import candidate
     from kvlathe.frontier.run import Asked, frontier
 
     texts = " ".join(compressions).split()
+    if texts and BY_RATIO not in texts and _is_given("ratios"):
+        raise click.UsageError(
+            f"--ratios says what {BY_RATIO} removes, and none is asked for. Add "
+            f"--compression {BY_RATIO}, or leave --ratios out."
+        )
     asked = []
     shares = _ratios(ratios)
     for plan in texts or (*SINGLE, BY_RATIO):
@@ -195,6 +203,12 @@ def _ratios(text: str) -> list[float]:
             )
         shares.append(share)
     return shares
+
+
+def _is_given(name: str) -> bool:
+    """Whether an option was typed."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
 
 
 COMMANDS = (frontier_command,)

@@ -101,8 +101,20 @@ def run(arguments: Sequence[str]) -> int:
         return _failed(arguments, str(error), 1)
     except click.Abort:
         return _failed(arguments, "interrupted.", 130)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvlathe").split(".")[0] == "kvlathe":
+            raise
+        return _failed(arguments, _lacking(str(error.name)), 1)
     except OSError as error:
         return _failed(arguments, _system_error(error), 1)
+
+
+def _lacking(module: str) -> str:
+    """A package that is missing, in words. What knows the command's extra says so before
+    it works; this is for what nothing asked about."""
+    package = module.split(".")[0]
+    lacking = f"{package} is not installed"
+    return str(KvlatheError("this cannot go on", lacking, f"run pip install {package}"))
 
 
 def _system_error(error: OSError) -> str:
