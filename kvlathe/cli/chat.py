@@ -24,6 +24,7 @@ from kvlathe.cli.common import (
     check_text,
     write,
 )
+from kvlathe.plan.memory import uncompressed_pages
 
 if TYPE_CHECKING:
     from kvlathe.runtime.llm import LLM
@@ -96,8 +97,10 @@ class Conversation:
         size = console.human_bytes(llm.layout.bytes_for(tokens))
         said = f"{answer.timings.decode_tokens_per_second:.0f} tokens/s; cache {size}"
         if llm.manifest is not None:
-            plain = console.human_bytes(tokens * llm.manifest.kv_bytes.baseline)
-            said += f" for {tokens:,} tokens (uncompressed: {plain})"
+            baseline = llm.manifest.kv_bytes.baseline
+            plain = uncompressed_pages(tokens, llm.plan.page_tokens, baseline)
+            uncompressed = console.human_bytes(round(plain))
+            said += f" for {tokens:,} tokens (uncompressed: {uncompressed})"
         if tokens >= llm.most_tokens:
             said += f"; {FULL}"
         return said

@@ -24,6 +24,18 @@ def bytes_left(layout: CacheLayout, tokens: int) -> float:
     return sum(held) / len(held)
 
 
+def lengths_up_to(most: int) -> list[int]:
+    """Numbers of tokens that bytes are said of: the longest sequence, and shorter
+    ones."""
+    return sorted({n for n in LENGTHS if n < most} | {most})
+
+
+def uncompressed_pages(tokens: int, page: int, per_token: float) -> float:
+    """Bytes of the pages of ``tokens`` tokens in a cache that holds each in
+    ``per_token`` bytes: what bytes of pages are compared with."""
+    return -(-tokens // page) * page * per_token
+
+
 def memory_table(
     layout: CacheLayout, max_seq_len: int, max_batch_size: int, weights: int = 0
 ) -> list[dict[str, int]]:
@@ -37,8 +49,9 @@ def memory_table(
     one prompt leaves on the host between its stages. The cuda backend keeps them on the
     GPU, in half as many.
     """
-    lengths = sorted({n for n in LENGTHS if n < max_seq_len} | {max_seq_len})
-    rows = [_row(layout, tokens, max_batch_size) for tokens in lengths]
+    rows = [
+        _row(layout, tokens, max_batch_size) for tokens in lengths_up_to(max_seq_len)
+    ]
     return [{**row, "together": weights + row["batch_peak"]} for row in rows]
 
 

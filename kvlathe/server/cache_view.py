@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, Field
 
+from kvlathe.plan.memory import uncompressed_pages
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Sequence
@@ -91,10 +92,10 @@ def uncompressed_bytes(llm: LLM, sequences: Iterable[Sequence], own: int) -> int
         return 0
     page = llm.plan.page_tokens
     running = list(sequences)
-    pages = sum(-(-sequence.cached // page) for sequence in running)
+    baseline = llm.manifest.kv_bytes.baseline
+    unshared = sum(uncompressed_pages(x.cached, page, baseline) for x in running)
     held = 0
     for sequence in running:
         tables = zip(sequence.table.pages, llm.pool.strides, strict=False)
         held += sum(len(ids) * stride for ids, stride in tables)
-    unshared = pages * page * llm.manifest.kv_bytes.baseline
     return round(own / max(1, held) * unshared)

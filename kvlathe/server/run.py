@@ -22,6 +22,7 @@ from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.memory import LESS_MEMORY, within_memory
 from kvlathe.engines.folder import sigterm_interrupts
+from kvlathe.plan.memory import lengths_up_to
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
@@ -144,13 +145,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def capacity(llm: LLM) -> str:
-    """One line: tokens and sequences that have room at once, and the device."""
-    tokens = int(llm.pool.arena_bytes / llm.layout.bytes_per_token())
+    """One line: the sequences that the cache holds at several lengths, how many run at
+    once, and the device."""
     where = " on each GPU" if llm.plan.is_part else ""
+    held = [
+        f"{llm.pool.arena_bytes // llm.layout.bytes_for(tokens):,} of {tokens:,} tokens"
+        for tokens in lengths_up_to(llm.most_tokens)
+    ]
     return (
-        f"{llm.pool.arena_bytes:,} bytes of KV cache{where}, about {tokens:,} tokens, in at most "
-        f"{llm.limits.max_batch_size} sequences; attention: {llm.attention}"
+        f"{llm.pool.arena_bytes:,} bytes of KV cache{where} hold {_either(held)}; at most "
+        f"{llm.limits.max_batch_size} sequences run at once; attention: {llm.attention}"
     )
+
+
+def _either(counts: list[str]) -> str:
+    """``96 sequences of 1,024 tokens, 24 of 4,096 tokens or 12 of 8,192 tokens``."""
+    first, *others = counts
+    first = first.replace(" of", " sequences of", 1)
+    *middle, last = [first, *others]
+    return f"{', '.join(middle)} or {last}" if middle else last
 
 
 def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.memory import memory_table
+from kvlathe.plan.memory import memory_table, uncompressed_pages
 from kvlathe.runtime.cache.pool import PagePool
 from tests.support.fake_session import SHAPE
 from tests.support.runtime_cases import plans, ranked_plans
@@ -35,3 +35,16 @@ def test_rows_are_of_lengths_that_the_engine_allows() -> None:
     assert [row["tokens"] for row in memory_table(layout, 512, 1)] == [512]
     lengths = [row["tokens"] for row in memory_table(layout, 8192, 1)]
     assert lengths == [1024, 4096, 8192]
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 200])
+def test_a_plan_that_removes_nothing_holds_what_it_is_compared_with(
+    tokens: int,
+) -> None:
+    """Pages are compared with pages: uncompressed is never half of itself."""
+    layout = CacheLayout(CASES["one"])
+    plan = layout.plan
+    numbers = 2 * plan.model.layers * plan.model.kv_heads * plan.model.head_dim
+    a_token = numbers * plan.index.hot_bits // 8
+    held = layout.bytes_for(tokens)
+    assert held == uncompressed_pages(tokens, plan.page_tokens, a_token)
