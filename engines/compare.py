@@ -22,6 +22,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import NO_END
 from kvlathe.plan.manifest import ENGINE_FILE, ONNX_FILE
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.tasks import metrics
@@ -30,6 +31,19 @@ from kvlathe.tasks.tasks import LogitsOracle
 RUNTIME_TOKENS = 32
 """Tokens of the raw step that compare_runtimes feeds: half of them packed as a second
 sequence."""
+
+
+PAGES = 4
+"""Pages of a text that tells two engines apart, beside what their windows hold."""
+
+
+def telling_tokens(plan: CompressionPlan) -> int:
+    """Tokens of a text on which ``plan`` does all that it does: its pages are sealed,
+    and tokens have left its windows and budgets."""
+    most = [group.life.most for group in plan.index.groups.values()]
+    reach = max((tokens for tokens in most if tokens < NO_END), default=0)
+    stay = max(group.life.stay_hot for group in plan.index.groups.values())
+    return max(reach, stay) + PAGES * plan.page_tokens
 
 
 def compare(

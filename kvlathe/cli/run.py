@@ -209,7 +209,9 @@ def compact_command(
 @click.argument("engine_a", type=PATH)
 @click.argument("engine_b", type=PATH)
 @click.option(
-    "--prompt", default="def main():", show_default=True, help="Text that both read."
+    "--prompt",
+    help="Text that both read. [default: made-up sentences, as many as reach every "
+    "format and leave every window]",
 )
 @click.option(
     "--raw",
@@ -221,24 +223,39 @@ def compact_command(
 def compare_command(
     engine_a: Path,
     engine_b: Path,
-    prompt: str,
+    prompt: str | None,
     raw: bool,
     gpu_memory_utilization: float,
 ) -> Result:
     """Run two engines of one model on the same text and say how far their logits
     differ."""
-    from kvlathe.engines.compare import compare, compare_runtimes
+    from kvlathe.engines.compare import compare, compare_runtimes, telling_tokens
     from kvlathe.evaluation.evaluate import require_comparable
     from kvlathe.runtime.llm import LLM
+    from kvlathe.tasks.held_out import HeldOut
 
     if raw:
         return compare_runtimes(engine_a, engine_b)
-    check_text("--prompt", prompt)
+    if prompt is not None:
+        check_text("--prompt", prompt)
     # Both are there at once: the first leaves half of a GPU to the second.
     a = LLM.load(engine_a, gpu_memory_utilization=gpu_memory_utilization / 2)
     b = LLM.load(engine_b, gpu_memory_utilization=gpu_memory_utilization)
     require_comparable(a, b)
-    return compare(a, b, a.tokenizer.encode(prompt))
+    wanted = max(telling_tokens(a.plan), telling_tokens(b.plan))
+    if prompt is None:
+        held_out = HeldOut((), a.tokenizer, a.plan.model.vocab_size)
+        ids = held_out.window(min(wanted, a.most_tokens, b.most_tokens))
+    else:
+        ids = a.tokenizer.encode(prompt)
+    if len(ids) < wanted:
+        console.log.warning(
+            "the text has %d tokens, and the engines have not done all that they do "
+            "before %d: what they do to older tokens is not compared",
+            len(ids),
+            wanted,
+        )
+    return compare(a, b, ids) | {"reached": len(ids) >= wanted}
 
 
 COMMANDS = (generate_command, compact_command, compare_command)

@@ -37,7 +37,7 @@ class HeldOut:
     def __init__(
         self,
         files: Sequence[Path],
-        encoder: tasks.FolderEncoder | None,
+        encoder: tasks.Encoder | None,
         vocabulary: int,
         read: Iterable[Sequence[int]] = (),
         seed: int = 0,

@@ -161,6 +161,18 @@ def test_comparing_an_engine_with_itself_finds_nothing(
 ) -> None:
     code, same, _ = kvlathe(home, "compare", engines["none"], engines["none"])
     assert code == 0 and same["max_logit_difference"] == 0 and same["agreement"] == 1
+    assert same["tokens"] >= 256 and same["reached"]
+
+
+def test_a_comparison_reaches_what_an_engine_quantizes_or_says_that_it_does_not(
+    home: Path, engines: dict[str, Path]
+) -> None:
+    both = engines["none"], engines["codes"]
+    code, unlike, _ = kvlathe(home, "compare", *both)
+    assert code == 0 and unlike["reached"] and unlike["kl"] > 0
+    code, short, log = kvlathe(home, "compare", *both, "--prompt", "def main():")
+    assert code == 0 and not short["reached"]
+    assert "what they do to older tokens is not compared" in " ".join(log.split())
 
 
 def test_finished_builds_are_listed_and_removed(

@@ -11,7 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.compare import compare, compare_runtimes
+from kvlathe.engines.compare import compare, compare_runtimes, telling_tokens
+from tests.support.fake_session import SHAPE
+from tests.support.runtime_cases import plans
 
 VOCABULARY = 11
 
@@ -59,3 +61,15 @@ def test_engines_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         compare(Oracle(), Oracle(vocabulary=12), range(3))
     with pytest.raises(KvlatheError, match="is not an engine folder"):
         compare_runtimes(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", plans(SHAPE, page=32, chunk=64))
+def test_a_text_that_tells_moves_what_a_plan_ever_moves(kind: str) -> None:
+    """After it every group holds as much hot, and as much in all, as much later."""
+    plan = plans(SHAPE, page=32, chunk=64)[kind]
+    tokens = telling_tokens(plan)
+    for route in plan.index.routes:
+        now, later = route.held(tokens), route.held(tokens + 64 * plan.page_tokens)
+        assert now[0] <= max(later[0], plan.page_tokens) or len(now) == 1
+        for held, after in zip(now[1:], later[1:], strict=True):
+            assert held > 0 or not after
