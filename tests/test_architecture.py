@@ -164,6 +164,8 @@ NAMES = {
     for path in (ROOT / "export/methods").glob("*.py")
     if "\nMETHOD =" in path.read_text()
 }
+PAGE = re.compile(r"docs/\w+\.md")
+"""A refusal may name the page that helps, whatever it is called."""
 METHODS = re.compile(
     rf"(?<![a-z])({'|'.join(sorted((NAMES - ORDINARY_WORDS) | {'palu'}))})(?![a-z])",
     re.IGNORECASE,
@@ -386,7 +388,8 @@ MAY_NAME_METHODS = ("export/methods/", "kvlathe/cli")
     ids=name_of,
 )
 def test_no_method_is_named_outside_the_methods(path: Path) -> None:
-    assert not [(line, text) for line, text in words(path) if METHODS.search(text)]
+    found = [(line, PAGE.sub("", text)) for line, text in words(path)]
+    assert not [(line, text) for line, text in found if METHODS.search(text)]
 
 
 def tracked_texts() -> list[Path]:

@@ -82,6 +82,8 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
         idle = _idle(servers, load)
         limit = options.latency_factor * idle[0]
         searched = _search(servers, load, limit, idle, options)
+    for server, (rate, points) in zip(servers, searched, strict=True):
+        check_crossed(server.name, rate, points, len(load))
     scale = scale_for(TRACES[options.trace], longest, options.fit)
     described = _described([server.name for server in servers], idle, searched)
     title = f"{options.trace} x {scale:.3g}"
@@ -216,6 +218,20 @@ def _search(
         for latency in idle
     ]
     return measure.in_turns(searches, observation)
+
+
+def check_crossed(
+    name: str, rate: float, points: Sequence[Point], requests: int
+) -> None:
+    """Raise KvlatheError where a server kept every rate: the largest that was tried says
+    how hard it was tried, and nothing of the server."""
+    if all(point.within for point in points):
+        raise KvlatheError(
+            f"no limit of {name} was found",
+            f"it kept the latency when all {requests} requests came at once "
+            f"({rate:,.0f} a second)",
+            "send more --requests, or give a smaller --latency-factor",
+        )
 
 
 def make_load(options: Options, longest: int, tokenizer: Path | None) -> list[Request]:

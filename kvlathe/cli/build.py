@@ -28,6 +28,7 @@ from kvlathe.cli.common import (
 )
 from kvlathe.cli.methods import MethodsHelp
 from kvlathe.cli.show import (
+    compaction_words,
     measured_of,
     measured_words,
     memory_of,
@@ -72,6 +73,8 @@ def show_build(result: Result) -> None:
         ("report", result["report"]),
         ("measured", measured_words(result["measured"])),
     ]
+    if result["compaction"]:
+        rows.append(("of a compacted prefix", compaction_words(result["compaction"])))
     if result["measured"] and result["measured"]["warning"]:
         rows.append(("warning: measured", result["measured"]["warning"]))
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
@@ -350,6 +353,7 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
         "shards": shards_of(opened.plan, num_shards, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),
         "measured": measured_of(manifest),
+        "compaction": opened.plan.index.compaction,
     }
 
 

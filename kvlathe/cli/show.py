@@ -51,6 +51,8 @@ def facts(result: Result) -> list[tuple[str, object]]:
         rows.append((f"measured {name.replace('_', ' ')}", score))
     if result["evaluation"]:
         rows.append(("measured on", result["evaluated_on"]))
+    if result["compaction"]:
+        rows.append(("of a compacted prefix", compaction_words(result["compaction"])))
     rows.append(("measured at build", measured_words(result["measured"])))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += result["limits"].items()
@@ -75,6 +77,12 @@ def measured_of(manifest: Manifest) -> Result | None:
     said = {"line": found.line, "warning": found.warning, "breaks": found.breaks}
     whole = dataclasses.asdict(found.whole)
     return {**dataclasses.asdict(found), "whole": whole, **said}
+
+
+def compaction_words(share: float) -> str:
+    """What the plan saves where a prefix is compacted: nothing of it is in the bytes a
+    token."""
+    return f"{share:.0%} of the KV pairs stay, once kvlathe compact or the server compacts it"
 
 
 def measured_words(measured: Result | None) -> str:
@@ -203,6 +211,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
         "measured": measured_of(manifest),
+        "compaction": plan.index.compaction,
         "memory": memory_of(plan, manifest),
         "shards": shards_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,

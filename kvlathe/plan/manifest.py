@@ -261,6 +261,7 @@ def is_outdated(folder: Path) -> bool:
 def _raw(folder: Path) -> dict[str, object]:
     path = folder / MANIFEST_FILE
     if not path.is_file():
+        _check_is_no_model(folder)
         raise KvlatheError(
             f"{folder} is not an engine folder",
             f"it has no {MANIFEST_FILE}",
@@ -275,6 +276,23 @@ def _raw(folder: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise _malformed(path, error) from error
     return raw
+
+
+def _check_is_no_model(folder: Path) -> None:
+    """Raise KvlatheError for what is no folder, and for a model that is not built."""
+    if not folder.exists():
+        raise KvlatheError(
+            f"{folder} does not exist",
+            "there is no such folder",
+            "name a folder that kvlathe build has written",
+        )
+    is_model = (folder / "config.json").is_file() or folder.suffix == ".gguf"
+    if is_model:
+        raise KvlatheError(
+            f"{folder} is a model and no engine folder",
+            "engines are built of models",
+            f"run kvlathe build --model {folder} --output-dir ENGINE, and name ENGINE",
+        )
 
 
 def _malformed(path: Path, error: Exception) -> KvlatheError:

@@ -296,7 +296,7 @@ def _share(engine: Engine, keep: float | None) -> float:
         raise KvlatheError(
             "this engine cannot compact a prefix",
             "its plan keeps prefixes whole",
-            "build it with a compression that compacts prefixes",
+            "build it with a compression that compacts prefixes (docs/kvzip.md)",
         )
     share = share if keep is None else keep
     if not 0 < share <= 1:

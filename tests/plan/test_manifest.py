@@ -263,3 +263,22 @@ def resign(engine: Path, **changes: object) -> None:
     """Change the manifest as somebody would who knows how it is signed."""
     edit(engine, **changes)
     edit(engine, digest=manifests.signature(raw(engine)))
+
+
+@pytest.mark.parametrize(
+    ("holds", "said"),
+    [
+        (None, "does not exist.*name a folder"),
+        ("config.json", "is a model and no engine folder.*kvlathe build --model"),
+        ("notes.txt", "is not an engine folder.*manifest.json"),
+    ],
+)
+def test_what_is_no_engine_is_told_apart(
+    holds: str | None, said: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "named"
+    if holds:
+        folder.mkdir()
+        (folder / holds).write_text("{}")
+    with pytest.raises(KvlatheError, match=f"(?is){said}"):
+        manifests.verify(folder)

@@ -136,6 +136,15 @@ def test_a_server_that_is_never_fast_enough_has_rate_nought() -> None:
     assert rate == 0 and len(points) <= measure.MOST_DOUBLINGS + 1
 
 
+def test_a_limit_that_was_never_crossed_is_no_result() -> None:
+    ((rate, points),) = measure.in_turns(
+        [measure.search(1.0, 0.05)], lambda _, rate: Point(rate, True, 0.1)
+    )
+    with pytest.raises(KvlatheError, match=r"all 8 requests came at once.*--requests"):
+        run.check_crossed("engine", rate, points, 8)
+    run.check_crossed("engine", 1.0, [*points, Point(2 * rate, False, 9.0)], 8)
+
+
 def test_searches_for_the_largest_rate_take_turns() -> None:
     asked: list[int] = []
 
@@ -301,7 +310,7 @@ def test_urls_are_compared_and_drawn(stub: Stub, tmp_path: Path) -> None:
     try:
         options = run.Options(
             trace="imdb",
-            count=16,
+            count=40,
             tolerance=0.3,
             max_seq_len=40,
             text=ROOT / "data/eval_text.jsonl",
