@@ -84,6 +84,15 @@ def test_a_wheel_without_a_library_is_for_any_platform(sdist: Path) -> None:
     assert not [name for name in held if name.endswith(".so")]
 
 
+def test_an_editable_install_is_a_path(sdist: Path) -> None:
+    """Beside a clone, Python finds the clone's folder as a package without code. What a
+    path holds wins over that; what only a finder knows does not."""
+    with zipfile.ZipFile(make("build_editable", sdist)) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(path).decode().strip() == str(sdist)
+        assert not [name for name in archive.namelist() if name.endswith(".py")]
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("cmake"), reason="CMake is not installed")
 def test_a_wheel_from_the_sdist_has_kernels_that_work(sdist: Path) -> None:
