@@ -131,8 +131,8 @@ class LLM(ClosesAtExit):
 
         ``cache_bytes``: size of the KV cache; by default max_batch_size sequences of
             max_seq_len tokens, at most half of the machine's memory. On a GPU: what
-            ``gpu_memory_utilization``, a share of its memory, leaves beside the weights.
-            Memory of the host is taken as it is used.
+            ``gpu_memory_utilization``, this engine's share of its memory, leaves beside
+            the weights. Memory of the host is taken as it is used.
         ``threads``: of the processor; by default one a core.
         ``verify``: check that the files are those that were built, else only their sizes.
         ``share_prefixes``: requests that have ended leave their pages to later ones that

@@ -126,7 +126,7 @@ GPU_MEMORY = click.option(
     type=click.FloatRange(0, 1, min_open=True),
     default=devices.GPU_MEMORY_UTILIZATION,
     show_default=True,
-    help="Share of a GPU's memory to use: weights, cache, and what else is on it.",
+    help="Share of a GPU's memory for this engine: weights and cache, whatever others hold.",
 )
 TENSOR_PARALLEL = click.option(
     "--tensor-parallel-size",

@@ -185,12 +185,12 @@ def eval_command(
     from kvlathe.evaluation.evaluate import evaluate
 
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
-    share = gpu_memory_utilization
-    # Both are there at once: the baseline leaves half of a GPU to the engine.
+    # A baseline is there at the same time.
+    share = gpu_memory_utilization / 2 if baseline else gpu_memory_utilization
     num_shards = tensor_parallel_size
     reference = None
     if baseline:
-        reference = _loaded(baseline, threads, device, share / 2, num_shards)
+        reference = _loaded(baseline, threads, device, share, num_shards)
     llm = _loaded(engine, threads, device, share, num_shards)
     if not whole or text is None:
         scores = evaluate(

@@ -238,9 +238,9 @@ def compare_command(
         return compare_runtimes(engine_a, engine_b)
     if prompt is not None:
         check_text("--prompt", prompt)
-    # Both are there at once: the first leaves half of a GPU to the second.
+    # Both are there at once.
     a = LLM.load(engine_a, gpu_memory_utilization=gpu_memory_utilization / 2)
-    b = LLM.load(engine_b, gpu_memory_utilization=gpu_memory_utilization)
+    b = LLM.load(engine_b, gpu_memory_utilization=gpu_memory_utilization / 2)
     require_comparable(a, b)
     wanted = max(telling_tokens(a.plan), telling_tokens(b.plan))
     if prompt is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -314,8 +315,8 @@ def cache_bytes(
     sequences, two of them in the moment that their prompts need most; at most what the
     memory there allows.
 
-    ``share``: of a GPU's memory, that weights, cache, what a session keeps beside them,
-    and other processes take together.
+    ``share``: of a GPU's memory, that this engine takes: weights, cache, and what a
+    session keeps beside them. What other processes hold does not count.
     Raises OutOfMemory, before anything is loaded, where weights and cache cannot fit.
     """
     limits: Limits = manifest.limits
@@ -326,8 +327,10 @@ def cache_bytes(
     if chosen.memory is None:
         return asked or min(full, machine.memory_bytes() // 2)
     free, total = chosen.memory()
-    # The rest is for what steps compute, CUDA graphs and other processes to come.
-    usable = free if asked else free - int(total * (1 - share))
+    # What stays free is for what steps compute and for CUDA graphs.
+    stays = min(1 - share, 1 - devices.GPU_MEMORY_UTILIZATION)
+    granted = int(total * share)
+    usable = free if asked else min(granted, free - int(total * stays))
     weights = int(chosen.copies * manifest.size)
     beside = chosen.beside(layout.plan, limits, total) if chosen.beside else 0
     left = usable - weights - beside
@@ -336,11 +339,18 @@ def cache_bytes(
     cache = f"{asked:,} bytes" if asked else f"at least {border:,} bytes"
     tokens, one = limits.max_seq_len, longest["peak"]
     sequence = f"one sequence of {tokens:,} tokens takes {one:,}"
+    wanted = math.ceil(100 * (weights + beside + border) / total) / 100
+    remedy = (
+        "end what else runs there, start each with a smaller --gpu-memory-utilization, "
+        "or ask for less --cache-size"
+    )
+    if not asked and wanted > share and wanted * total <= free - int(total * stays):
+        remedy = f"give it --gpu-memory-utilization {wanted:.2f} or more"
+    given = "" if asked else f", of which this engine may take {granted:,}"
     raise OutOfMemory(
         "the GPU has no room for this engine",
-        f"{free:,} of its {total:,} bytes are free, {max(0, usable):,} of them for us; "
+        f"{free:,} of its {total:,} bytes are free{given}; "
         f"loading the weights takes {weights:,}, steps take {beside:,}, a cache {cache} "
         f"({sequence})",
-        "end what else runs there, raise --gpu-memory-utilization, or ask for less "
-        "--cache-size",
+        remedy,
     )

@@ -1,5 +1,5 @@
-"""--gpu-memory-utilization reaches every engine that a command loads, and of two that are
-loaded together the first leaves half to the second."""
+"""--gpu-memory-utilization reaches every engine that a command loads, and two that are
+loaded together have half each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvlathe.runtime.llm import LLM
 COMMANDS = {
     "generate": (["generate", "a", "--prompt", "x"], [0.6]),
     "eval": (["eval", "a", "--text", "t"], [0.6]),
-    "eval beside": (["eval", "b", "--baseline", "a", "--text", "t"], [0.3, 0.6]),
-    "compare": (["compare", "a", "b"], [0.3, 0.6]),
+    "eval beside": (["eval", "b", "--baseline", "a", "--text", "t"], [0.3, 0.3]),
+    "compare": (["compare", "a", "b"], [0.3, 0.3]),
 }
 
 

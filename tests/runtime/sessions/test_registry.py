@@ -95,25 +95,39 @@ def test_the_default_cache_holds_the_longest_sequence(kind: str) -> None:
 
 @given(
     free=st.integers(0, 1 << 40),
-    used=st.integers(0, 1 << 40),
+    used=st.integers(1, 1 << 40),
     weights=st.integers(0, 1 << 38),
     share=st.floats(0.01, 1),
 )
 def test_a_gpu_is_used_up_to_its_share(
     free: int, used: int, weights: int, share: float
 ) -> None:
-    """With weights and cache there, no more than the share is in use; all of it, or the
-    engine is refused for want of a few pages."""
+    """An engine takes its share, whatever others hold, or what is free but for a rest;
+    all of it, or it is refused for want of a few pages."""
     layout, total = CacheLayout(PLANS["mixed"]), free + used
     engine = weighing(weights, batch=1 << 24)
-    used += side_bytes(layout.plan, engine.limits, total)
+    beside = side_bytes(layout.plan, engine.limits, total)
+    granted = min(share * total, free - min(1 - share, 0.1) * total)
     pages = 2 * len(layout.page_stride) * max(layout.page_stride)
     try:
         room = registry.cache_bytes(engine, layout, on_gpu(free, total), share)
     except OutOfMemory:
-        assert used + weights + pages >= share * total - 1
+        assert beside + weights + pages >= granted - 1
     else:
-        assert abs(used + weights + room - share * total) <= 1
+        assert abs(beside + weights + room - granted) <= 1
+
+
+def test_two_engines_with_half_of_a_gpu_each_are_told_nothing() -> None:
+    layout, total = CacheLayout(PLANS["mixed"]), 80 << 30
+    engine = weighing(16 << 30, batch=1 << 24)
+    own = side_bytes(layout.plan, engine.limits, total) + engine.size
+    first = registry.cache_bytes(engine, layout, on_gpu(total, total), 0.45)
+    left = on_gpu(total - first - own, total)
+    assert registry.cache_bytes(engine, layout, left, 0.45) == first
+    with pytest.raises(OutOfMemory) as found:
+        registry.cache_bytes(engine, layout, on_gpu(56 << 30, total), 0.15)
+    need = int(str(found.value).split("--gpu-memory-utilization 0.")[1][:2]) / 100
+    assert registry.cache_bytes(engine, layout, on_gpu(56 << 30, total), need)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "sealed compacted"])
