@@ -22,6 +22,7 @@ from kvlathe.base.package import __version__
 from kvlathe.cli import bench as cli_bench
 from kvlathe.cli import build as cli_build
 from kvlathe.cli import chat as cli_chat
+from kvlathe.cli import doctor as cli_doctor
 from kvlathe.cli import dynamo as cli_dynamo
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import frontier as cli_frontier
@@ -71,6 +72,7 @@ PARTS = (
     cli_bench,
     cli_show,
     cli_native,
+    cli_doctor,
 )
 
 for command in (command for part in PARTS for command in part.COMMANDS):

@@ -273,7 +273,7 @@ def resign(engine: Path, **changes: object) -> None:
         ("notes.txt", "is not an engine folder.*manifest.json"),
     ],
 )
-def test_what_is_no_engine_is_told_apart(
+def test_folders_that_are_no_engines_are_told_apart(
     holds: str | None, said: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "named"
