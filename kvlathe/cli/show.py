@@ -15,7 +15,7 @@ from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.manifest import Manifest
 from kvlathe.plan.measurement import UNMEASURED
-from kvlathe.plan.plan import WARNINGS, CompressionPlan
+from kvlathe.plan.plan import SEARCHED, WARNINGS, CompressionPlan
 
 GIB = 1 << 30
 
@@ -51,6 +51,8 @@ def facts(result: Result) -> list[tuple[str, object]]:
         rows.append((f"measured {name.replace('_', ' ')}", score))
     if result["evaluation"]:
         rows.append(("measured on", result["evaluated_on"]))
+    if result["searched"]:
+        rows.append(("searched", result["searched"]))
     rows.append(("measured at build", measured_words(result["measured"])))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += result["limits"].items()
@@ -203,6 +205,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
         "measured": measured_of(manifest),
+        "searched": str(plan.notes.get(SEARCHED, "")),
         "memory": memory_of(plan, manifest),
         "shards": shards_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,
