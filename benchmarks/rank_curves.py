@@ -26,6 +26,7 @@ from kvlathe.base.package import FOLDER
 from kvlathe.engines.planning import calibrated, open_checkpoint
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods import fdc
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.lowrank import low_rank
@@ -61,12 +62,16 @@ COLUMNS = {
 
 
 def curves(
-    checkpoint: Checkpoint, rates: list[float], tokens: int, only: list[str]
+    checkpoint: Checkpoint,
+    rates: list[float],
+    tokens: int,
+    only: list[str],
+    folder: Path | None,
 ) -> Iterator[dict[str, Any]]:
     """A row for every request and rate."""
     divergence = Divergence(checkpoint, _windows(checkpoint, tokens))
-    for request, source, plan in _requests(checkpoint):
-        if only and request not in only:
+    for request, source, plan in _requests(checkpoint, folder):
+        if only and f"{request}/{source.split()[0]}" not in only:
             continue
         for rate in rates:
             began = time.monotonic()
@@ -95,14 +100,24 @@ def _windows(checkpoint: Checkpoint, tokens: int) -> list[list[int]]:
 Plan = Callable[[float], Made]
 
 
-def _requests(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Plan]]:
-    """Each request with what it is calibrated on and its plans by the rate."""
+def _requests(
+    checkpoint: Checkpoint, folder: Path | None
+) -> Iterator[tuple[str, str, Plan]]:
+    """Each request with what it is calibrated on and its plans by the rate. ``folder``
+    keeps statistics."""
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
 
     @cache
     def stats(source: str) -> Stats:
         kind = "random" if source == "random tokens" else str(CALIBRATION)
-        return calibrated(checkpoint, kind, with_entropies=False)
+        path = folder and folder / f"{source.split()[0]}.npz"
+        if path and path.is_file():
+            return Stats.load(path)
+        found = calibrated(checkpoint, kind, with_entropies=False)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.save(path)
+        return found
 
     def plain(request: str, source: str) -> Plan:
         def plan(rate: float) -> Made:
@@ -133,7 +148,7 @@ def _requests(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Plan]]:
 
         def rotate(given: Stats, asked: RankOptions) -> Rotation:
             if asked.basis == "svd":  # the papers', which the rate is taken of
-                return parse("fdc").methods[0].method.rotate(given, asked)
+                return fdc.rotate(given, asked)
             return priced()
 
         ranks = low_rank(stats("text"), options, rotate)
@@ -182,11 +197,18 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--tokens", type=int, default=1024, help="of each window")
     parser.add_argument("--max-seq-len", type=int)
-    parser.add_argument("--only", nargs="*", default=[], metavar="REQUEST")
+    parser.add_argument("--only", nargs="*", default=[], metavar="REQUEST/random|text")
+    parser.add_argument("--statistics", type=Path, help="a folder that keeps them")
     arguments = parser.parse_args()
     checkpoint = open_checkpoint(arguments.model, arguments.max_seq_len)
     rows = []
-    for row in curves(checkpoint, arguments.rates, arguments.tokens, arguments.only):
+    for row in curves(
+        checkpoint,
+        arguments.rates,
+        arguments.tokens,
+        arguments.only,
+        arguments.statistics,
+    ):
         print(row, flush=True)
         rows.append(row)
     shown = [{COLUMNS[x]: row[x] for x in COLUMNS} for row in rows]

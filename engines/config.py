@@ -103,7 +103,7 @@ class BuildConfig:
     retrieval: Path | None = None
     measure: bool = True
     max_kl: float | None = None
-    basis: Literal["svd", "balanced"] = "svd"
+    basis: Literal["svd", "balanced"] | None = None
     allocation: Literal["rate", "uniform", "global"] | None = None
     rope_fold: Literal["none", "planes"] = "none"
     centre: bool = False

@@ -253,18 +253,35 @@ def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
 def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
     """The config with its defaults written out. Raises KvlatheError where a file of
     this project is needed and is not there."""
-    config = dataclasses.replace(config, metric=_metric(config, compression))
-    if compression.measured or _leaves_size_open(config, compression):
+    searched = _leaves_size_open(config, compression)
+    config = dataclasses.replace(
+        config,
+        metric=_metric(config, compression),
+        basis=config.basis or ("balanced" if searched else "svd"),
+    )
+    if compression.measured or searched:
         config = _with_accuracy(config, compression)
     if compression.measures_heads:
         config = _priced_on(config)
-    kind, source = compression.calibration, config.calibration
+    kind, source = _calibrated_on(config, compression), config.calibration
     if kind is not None and source is None and config.stats is None:
         source = kind
         if kind != RANDOM:
             source = str(shipped("calibration_text.jsonl", "--calibration"))
     config = dataclasses.replace(config, calibration=source)
     return _measured_on(config) if compression.measured else _scored_on(config)
+
+
+def _calibrated_on(config: BuildConfig, compression: Compression) -> str | None:
+    """The kind of tokens that a compression calibrates on, or None. The balanced basis
+    takes text where there is any, whatever its method: random tokens say little of what
+    attention gives."""
+    flags = options_of(config)
+    bases = [one.overruling(flags).basis for one in compression.choosing_ranks]
+    kind = compression.calibration
+    if kind == RANDOM and "balanced" in bases and CALIBRATION_TEXT.is_file():
+        return "text"
+    return kind
 
 
 def _metric(config: BuildConfig, compression: Compression) -> Metric:

@@ -44,9 +44,9 @@ def low_rank(
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks
     can."""
     whole = bases(stats, options, rotate)
-    asked = options.asked(basis="svd")
-    unturned = options.rope_fold != "planes"
-    papers = whole if unturned and asked == options else rotate(stats, asked)
+    papers = whole
+    if options.rope_fold == "planes" or options.basis == "balanced":
+        papers = rotate(stats, options.asked(basis="svd"))
     budget = _budget(stats, options, papers)
     ranks = _ranks(options, whole, budget)
     ranks_k, ranks_v = ranks.reshape(2, -1).tolist()

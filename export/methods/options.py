@@ -298,10 +298,11 @@ class RankOptions(MethodOptions):
         Number("a fraction", below=True),
         "Share of the KV bytes to remove.",
     )
-    basis: Literal["svd", "balanced"] = option(
-        "svd",
+    basis: Literal["svd", "balanced"] | None = option(
+        None,
         Choice("svd", "balanced"),
-        "The papers' shared rotation, or the one best for what attention uses.",
+        "The papers' shared rotation, or the one best for what attention uses. "
+        "[default: svd; balanced where a build searches for the size]",
     )
     allocation: Literal["rate", "uniform", "global"] | None = option(
         None,

@@ -46,6 +46,9 @@ FIRST = 0.1
 """Place between its ends at which a search by KL begins."""
 POWER = 2.0
 """Losses grow as this power of what is removed, as far as nobody measured."""
+LEAST_POWER, MOST_GROWTH = 0.5, 4.0
+"""Guesses trust no smaller power, and go no further from what was measured than to so
+many times as much."""
 TINY = 1e-9
 """Nats a token that stand for none."""
 
@@ -305,8 +308,8 @@ def largest_within(
     """The largest ratio in [least, most], to FINER, found to lose at most ``allowed``;
     None if ``least`` does not. A ratio of 0 loses nothing.
 
-    Losses grow about as a power of the ratio: each guess is what the nearest losses on
-    both sides foretell.
+    Losses grow about as a power of the ratio: each guess is what the nearest two losses
+    foretell, on both sides of it where there are such.
     """
     if least > most:
         return None
@@ -330,14 +333,18 @@ def largest_within(
 def _foretold(
     known: Mapping[float, float], low: float, high: float, allowed: float
 ) -> float:
-    """The ratio that loses ``allowed``, by a power law through what is ``known`` of
-    ``low`` and ``high``, one of them at least."""
+    """The ratio that loses ``allowed``, by a power law through two ``known`` losses:
+    those of ``low`` and ``high``, or the two nearest to the one that is known."""
     near = low if low in known else high
     power = POWER
-    if low in known and high in known and 0 < low < high:
-        slope = math.log(known[high] / known[low]) / math.log(high / low)
-        power = max(slope, 1.0)
-    return near * (allowed / known[near]) ** (1 / power)
+    pair = sorted(known, key=lambda ratio: abs(ratio - near))[:2]
+    if low in known and high in known:
+        pair = [low, high]
+    if len(pair) == 2 and min(pair) > 0:
+        one, other = pair
+        slope = math.log(known[other] / known[one]) / math.log(other / one)
+        power = max(slope, LEAST_POWER)
+    return near * min((allowed / known[near]) ** (1 / power), MOST_GROWTH)
 
 
 def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:

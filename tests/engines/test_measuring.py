@@ -187,10 +187,10 @@ def test_no_statistic_and_no_price_has_read_the_text_that_is_measured(
             checkpoint, Path(str(config.calibration)), TOKENS["text"]
         )
         read += [piece.tolist() for piece in pieces]
-    exams = list(sources_of(config, checkpoint).exams)
+    exams = sources_of(config, checkpoint).exams
     if order.searched:
-        exams.append(exam_of(order, checkpoint))
-        searched = {run for ids in exams[-1].windows for run in runs(ids)}
+        exams = [exam_of(order, checkpoint)]
+        searched = {run for ids in exams[0].windows for run in runs(ids)}
         assert not searched.intersection(run for ids in read for run in runs(ids))
     read += [list(window) for exam in exams for window in exam.windows]
     known = {run for ids in read for run in runs(ids)}

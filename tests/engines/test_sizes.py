@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.engines import pricing
 from kvlathe.engines.build import BuildConfig
 from kvlathe.engines.job import prepare
 from kvlathe.engines.order import accept
@@ -26,10 +27,11 @@ ALLOWED = -math.log(0.99)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Statistics are taken once."""
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Statistics are taken once, and few tokens are scored."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVLATHE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(pricing, "KL_TOKENS", 128)
         yield
 
 
@@ -87,25 +89,35 @@ def test_a_size_is_searched_for_where_ranks_have_none(
     assert order.config.metric == "kl"
 
 
-def test_the_plan_loses_what_is_allowed_and_a_larger_removal_more(model: Path) -> None:
+@pytest.fixture(scope="module")
+def found(model: Path) -> Planned:
+    return planned(model, "fdc")
+
+
+def test_the_plan_loses_what_is_allowed_and_a_larger_removal_more(
+    model: Path, found: Planned
+) -> None:
     """Scored again by what any plan is scored with, on the text of the search."""
     order = accept(config(model, "fdc"))
     job = prepare(order)
-    found = plan_for(order, job.checkpoint)
     kl = Divergence(job.checkpoint, exam_of(order, job.checkpoint).windows).kl
     assert kl((found.plan, found.basis)) <= ALLOWED
     removed = 1 - left(found.plan, 16)
     assert removed > 0.01
-    larger = planned(model, "fdc", compression_ratio=removed + 2 * FINER)
+    share = removed + 2 * FINER
+    larger = planned(model, "fdc", basis="balanced", compression_ratio=share)
     assert kl((larger.plan, larger.basis)) > ALLOWED
     said = found.plan.notes[SEARCHED]
     assert f"takes {removed:.1%} of the bytes" in said
     rate = found.plan.notes["removal_rate"]
-    assert planned(model, "fdc", removal_rate=rate).plan.lanes == found.plan.lanes
+    again = planned(model, "fdc", basis="balanced", removal_rate=rate)
+    assert again.plan.lanes == found.plan.lanes
 
 
-def test_a_composition_has_the_ranks_that_would_be_found_alone(model: Path) -> None:
-    alone = planned(model, "fdc").plan
+def test_a_composition_has_the_ranks_that_would_be_found_alone(
+    model: Path, found: Planned
+) -> None:
+    alone = found.plan
     both = planned(model, "hack:bits=2+fdc").plan
     ranks = [(lane.rank_k, lane.rank_v) for lane in alone.lanes]
     assert [(lane.rank_k, lane.rank_v) for lane in both.lanes] == ranks

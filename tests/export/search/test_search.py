@@ -86,7 +86,7 @@ def test_a_search_by_loss_finds_the_largest_ratio_in_few_steps(
         return 0.01 * (ratio / edge) ** power
 
     found = search.largest_within(loss, 0.01, least, most)
-    assert len(asked) <= 12
+    assert len(asked) <= 6
     if found is None:
         assert least > edge
         return
