@@ -58,9 +58,9 @@ REQUESTS = (
     "uncomp:stages=1,removed=2",
     "uncomp:stages=3",
     PAPERS_ROWS,
-    "uncomp+fdc",
+    "uncomp+fdc:removal_rate=0.15",
     "uncomp+hack:bits=4",
-    "uncomp+fdc+hack:bits=4",
+    "uncomp+fdc:removal_rate=0.15+hack:bits=4",
 )
 """``{layers}``: the model's. The paper's prefill times are taken with 4096 to 512
 tokens in five groups of 32 layers,

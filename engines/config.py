@@ -73,7 +73,8 @@ class BuildConfig:
     At most one of ``removal_rate`` (the papers' r), ``compression_ratio`` (fraction of
     KV bytes removed) and ``accuracy`` (the largest ratio whose score on ``metric``,
     over the file ``text`` or ``retrieval``, stays at or above this fraction of the
-    uncompressed score) says how much to compress. ``calibration``: "random" or a .jsonl
+    uncompressed score; that of "kl" is exp(-KL)) says how much to compress. Without
+    any, methods that choose ranks search for what keeps 0.99. ``calibration``: "random" or a .jsonl
     file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead.
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
@@ -97,12 +98,12 @@ class BuildConfig:
     accuracy: float | None = None
     target_len: int | None = None
     protect: Literal["retrieval", "none"] = "retrieval"
-    metric: Literal["retrieval", "perplexity", "agreement"] = "retrieval"
+    metric: Literal["retrieval", "perplexity", "agreement", "kl"] | None = None
     text: Path | None = None
     retrieval: Path | None = None
     measure: bool = True
     max_kl: float | None = None
-    basis: Literal["svd", "balanced"] = "svd"
+    basis: Literal["svd", "balanced"] | None = None
     allocation: Literal["rate", "uniform", "global"] | None = None
     rope_fold: Literal["none", "planes"] = "none"
     centre: bool = False

@@ -18,9 +18,9 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.package import FOLDER
 from kvlathe.base.tokenizer_files import has_backend
-from kvlathe.engines.order import RANDOM, Order
+from kvlathe.engines.order import Order
 from kvlathe.engines.phases import phase
-from kvlathe.engines.pricing import sources_of
+from kvlathe.engines.pricing import calibrated_on, exam_of, sources_of
 from kvlathe.plan.measurement import UNMEASURED, Measurement
 from kvlathe.tasks.held_out import HeldOut
 from kvlathe.tasks.tasks import FolderEncoder
@@ -129,24 +129,11 @@ def _files(order: Order, stats: Stats | None) -> Sequence[Path]:
 
 def _read(order: Order, checkpoint: Checkpoint) -> list[Sequence[int]]:
     """The text that statistics and prices have read, as token ids."""
-    from kvlathe.export.calibration.calibrate import TOKENS, text_sequences
-    from kvlathe.export.search.exams import read_exam
-
     config, compression = order.config, order.compression
-    read: list[Sequence[int]] = []
-    source = config.calibration
-    if (
-        compression.calibration
-        and config.stats is None
-        and source not in (None, RANDOM)
-    ):
-        tokens = config.calibration_tokens or TOKENS["text"]
-        pieces = text_sequences(checkpoint, Path(str(source)), tokens)
-        read += [piece.tolist() for piece in pieces]
+    read = calibrated_on(order, checkpoint)
     if compression.measured or compression.measures_heads:
         exams = sources_of(config, checkpoint).exams
         read += itertools.chain.from_iterable(exam.windows for exam in exams)
     elif config.accuracy is not None and config.metric != "retrieval":
-        assert config.text is not None
-        read += read_exam(checkpoint, config.metric, config.text, None).windows
+        read += exam_of(order, checkpoint).windows
     return read

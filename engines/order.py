@@ -22,6 +22,7 @@ from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.flags import flag_of
 from kvlathe.base.gguf_files import gguf_of
+from kvlathe.base.package import FOLDER
 from kvlathe.base.tokenizer_files import FILES
 from kvlathe.engines import cache
 from kvlathe.engines.backends import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvlathe.export.methods.compression import Compression
     from kvlathe.export.methods.method import Decision
     from kvlathe.export.methods.options import RankOptions
+    from kvlathe.export.search.exams import Metric
 
 DEFAULT_ACCURACY = 0.99
 RANDOM = "random"
@@ -68,6 +70,7 @@ WHOLE_CHECKPOINTS = (
 """Backends that hand the checkpoint's own files on."""
 
 
+CALIBRATION_TEXT = FOLDER.parent / "data" / "calibration_text.jsonl"
 OF_ACCURACY = ("metric", "text", "retrieval")
 """Options that say how --accuracy is measured."""
 OF_BASES = ("basis", "allocation", "rope_fold", "centre")
@@ -80,13 +83,16 @@ class Order:
     """A config that no option forbids, its defaults written out, its compression
     parsed, and its backend. Everything after it takes the parsed value. Needs no torch.
 
-    ``outline``: what the compression decides without statistics."""
+    ``outline``: what the compression decides without statistics. ``searched``: whether
+    nobody said how much its ranks remove, so that their own size is searched for,
+    whatever stands beside them."""
 
     config: BuildConfig
     compression: Compression
     outline: Decision
     backend: Backend
     built: Built
+    searched: bool = False
 
     @property
     def options(self) -> RankOptions:
@@ -103,6 +109,7 @@ class Order:
         facts["device"] = devices.requested(self.config.device)
         facts["sizes"] = (self.config.batch, self.config.chunk)
         facts["model"] = _digests(self.config.model)
+        facts["searched"] = self.searched
         facts["lora"] = [_adapter_facts(text) for text in self.config.lora]
         facts["versions"] = self.versions
         facts["architectures"] = self.built.architectures
@@ -128,8 +135,10 @@ def accept(config: BuildConfig) -> Order:
     _warn_unheard(config, compression)
     module = backend(config.backend)
     config = dataclasses.replace(config, model=folder_of(config.model, config.backend))
+    searched = _leaves_size_open(config, compression)
     config = _resolved(config, compression)
-    return Order(config, compression, outline, module, module.identify(config.backend))
+    built = module.identify(config.backend)
+    return Order(config, compression, outline, module, built, searched)
 
 
 def folder_of(model: Path, backend: str = "") -> Path:
@@ -210,6 +219,14 @@ def _check_tokens(config: BuildConfig, outline: Decision) -> None:
         )
 
 
+def _leaves_size_open(config: BuildConfig, compression: Compression) -> bool:
+    """Whether ranks are to be chosen and nobody said how much they may remove."""
+    if compression.measured or not compression.choosing_ranks:
+        return False
+    sizes = [getattr(config, name) for name in HOW_MUCH]
+    return not compression.has_size and not any(x is not None for x in sizes)
+
+
 def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
     """Say which options nothing will look at: scripts pass the same flags to every
     build. A default is not given."""
@@ -217,6 +234,7 @@ def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
     if compression.measured:
         unheard = OF_BASES
     hears_scores = compression.measured or compression.measures_heads
+    hears_scores = hears_scores or _leaves_size_open(config, compression)
     given = [
         field.name
         for field in dataclasses.fields(config)
@@ -235,9 +253,17 @@ def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
 def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
     """The config with its defaults written out. Raises KvlatheError where a file of
     this project is needed and is not there."""
+    searched = _leaves_size_open(config, compression)
+    config = dataclasses.replace(
+        config,
+        metric=_metric(config, compression),
+        basis=config.basis or ("balanced" if searched else "svd"),
+    )
+    if compression.measured or searched:
+        config = _with_accuracy(config, compression)
     if compression.measures_heads:
         config = _priced_on(config)
-    kind, source = compression.calibration, config.calibration
+    kind, source = _calibrated_on(config, compression), config.calibration
     if kind is not None and source is None and config.stats is None:
         source = kind
         if kind != RANDOM:
@@ -246,10 +272,45 @@ def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
     return _measured_on(config) if compression.measured else _scored_on(config)
 
 
+def _calibrated_on(config: BuildConfig, compression: Compression) -> str | None:
+    """The kind of tokens that a compression calibrates on, or None. The balanced basis
+    takes text where there is any, whatever its method: random tokens say little of what
+    attention gives."""
+    flags = options_of(config)
+    bases = [one.overruling(flags).basis for one in compression.choosing_ranks]
+    kind = compression.calibration
+    if kind == RANDOM and "balanced" in bases and CALIBRATION_TEXT.is_file():
+        return "text"
+    return kind
+
+
+def _metric(config: BuildConfig, compression: Compression) -> Metric:
+    """The metric that was named, or the one that the compression is mostly asked for."""
+    if config.metric is not None:
+        return config.metric
+    asks = compression.measured or compression.measures_heads
+    return "retrieval" if asks or config.retrieval else "kl"
+
+
+def _with_accuracy(config: BuildConfig, compression: Compression) -> BuildConfig:
+    """The config with DEFAULT_ACCURACY, where no size was asked for."""
+    if any(getattr(config, name) is not None for name in HOW_MUCH):
+        return config
+    metric = "exp(-KL)" if config.metric == "kl" else config.metric
+    log.info(
+        "no size was asked for: what keeps %s of the uncompressed %s is searched for",
+        DEFAULT_ACCURACY,
+        metric,
+    )
+    return dataclasses.replace(config, accuracy=DEFAULT_ACCURACY)
+
+
 def _scored_on(config: BuildConfig) -> BuildConfig:
     """Fill in the file that an accuracy is taken on."""
     if config.accuracy is None:
         return config
+    if config.metric == "kl":
+        return _divergence_on(config)
     if config.metric == "retrieval":
         return dataclasses.replace(
             config,
@@ -261,18 +322,21 @@ def _scored_on(config: BuildConfig) -> BuildConfig:
     )
 
 
+def _divergence_on(config: BuildConfig) -> BuildConfig:
+    """The text that a KL is taken on: that of the calibration, or this project's. Where
+    there is none, sentences are made up."""
+    if config.text is not None:
+        return config
+    files = [Path(name) for name in (config.calibration, CALIBRATION_TEXT) if name]
+    there = [path for path in files if path.is_file()]
+    return dataclasses.replace(config, text=there[0] if there else None)
+
+
 def _measured_on(config: BuildConfig) -> BuildConfig:
-    """Fill in how much to remove, and what sensitivity is taken on:
+    """Fill in what sensitivity is taken on:
     text in any case (random tokens where that is what was calibrated on), and questions
     where retrieval is what counts.
     """
-    if config.compression_ratio is None and config.accuracy is None:
-        config = dataclasses.replace(config, accuracy=DEFAULT_ACCURACY)
-        log.info(
-            "no size was asked for: %s of the uncompressed %s",
-            DEFAULT_ACCURACY,
-            config.metric,
-        )
     if config.accuracy is not None:
         config = _scored_on(config)
     return _priced_on(config)

@@ -25,11 +25,12 @@ from kvlathe.engines.phases import phase
 from kvlathe.engines.pricing import (
     cache_settings,
     check_memory,
+    exam_of,
     named_heads,
     variant_of,
 )
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.plan import WARNINGS, CompressionPlan
+from kvlathe.plan.plan import SEARCHED, WARNINGS, CompressionPlan
 
 if TYPE_CHECKING:
     from kvlathe.export.bases.basis import Basis
@@ -118,6 +119,8 @@ def _made(
     by_loss = None
     if order.compression.measured:
         by_loss = variant_of(order, checkpoint, stats, settings, curves)
+    if order.searched:
+        return _with_found_size(order, checkpoint, stats, curves)
     if config.accuracy is not None:
         return _searched(order, checkpoint, stats, curves, by_loss)
     if by_loss is not None:
@@ -126,6 +129,38 @@ def _made(
     return compose(
         compression, spec.shape, spec.rope is not None, stats, options, settings
     )
+
+
+def _with_found_size(
+    order: Order, checkpoint: Checkpoint, stats: Stats | None, curves: Path | None
+) -> Made:
+    """The plan whose ranks keep the accuracy, searched without the methods that stand
+    beside them. Those do what they were asked for, and are not in the score."""
+    from kvlathe.export.methods.composition import compose
+    from kvlathe.export.search.search import RemovesNothing, in_words
+
+    compression, spec = order.compression, checkpoint.spec
+    settings = cache_settings(order.config, spec)
+    alone = dataclasses.replace(order, compression=compression.ranks_alone)
+    is_composed = len(compression.methods) > 1
+    rate, said = 0.0, {}
+    try:
+        plan, basis = _searched(alone, checkpoint, stats, curves, None)
+        rate = plan.notes["removal_rate"]
+        said = {SEARCHED: in_words(plan), "curve": plan.notes["curve"]}
+        log.info("searched: %s", said[SEARCHED])
+    except RemovesNothing as refusal:
+        if not is_composed:
+            raise
+        log.warning("the ranks stay whole: %s", refusal)
+        said = {SEARCHED: f"the ranks stay whole: {refusal}"}
+    if is_composed:
+        options = order.options.asked(removal_rate=rate)
+        has_rope = spec.rope is not None
+        plan, basis = compose(
+            compression, spec.shape, has_rope, stats, options, settings
+        )
+    return dataclasses.replace(plan, notes=plan.notes | said), basis
 
 
 UNCENTRED = (
@@ -161,14 +196,15 @@ def _searched(
     only kind of plan to search, with others beside it for comparison; without it, all
     kinds that the compression allows."""
     from kvlathe.export.methods.variants import for_comparison, variants
-    from kvlathe.export.search.exams import read_exam
     from kvlathe.export.search.search import search
+    from kvlathe.measuring.divergence import Divergence
 
     config, options = order.config, order.options
     assert config.accuracy is not None
     settings = cache_settings(config, checkpoint.spec)
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
-    exam = read_exam(checkpoint, config.metric, config.text, config.retrieval)
+    exam = exam_of(order, checkpoint)
+    kl = Divergence(checkpoint, exam.windows).kl if config.metric == "kl" else None
     if by_loss is not None:
         kinds = [by_loss]
         beside = for_comparison(shape, has_rope, stats, settings)
@@ -183,7 +219,9 @@ def _searched(
         config.text,
         config.retrieval,
     )
-    return search(checkpoint, kinds, config.accuracy, exam, known_by, curves, beside)
+    return search(
+        checkpoint, kinds, config.accuracy, exam, known_by, curves, beside, kl
+    )
 
 
 def statistics(order: Order, checkpoint: Checkpoint) -> Stats | None:

@@ -6,12 +6,16 @@ that calls export's verbs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlathe.base.tokenizer_files import has_backend
 from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.config import BuildConfig
-from kvlathe.engines.order import Order
+from kvlathe.engines.order import RANDOM, Order
+from kvlathe.tasks.held_out import HeldOut
+from kvlathe.tasks.tasks import FolderEncoder
 
 if TYPE_CHECKING:
     from kvlathe.export.calibration.stats import Stats
@@ -19,8 +23,13 @@ if TYPE_CHECKING:
     from kvlathe.export.methods.variants import Variant
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.model.spec import DecoderSpec
+    from kvlathe.export.search.exams import Exam
     from kvlathe.export.search.heads import Named
     from kvlathe.export.search.measured import Sources
+
+KL_WINDOWS, KL_TOKENS = 2, 1024
+"""Text on which a search by KL scores its plans: at the first positions and at the last
+ones that are served."""
 
 
 def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
@@ -81,6 +90,46 @@ def variant_of(
         checkpoint, stats, form, sources_of(order.config, checkpoint), remembered
     )
     return variant(order.compression, prices, form)
+
+
+def exam_of(order: Order, checkpoint: Checkpoint) -> Exam:
+    """The exam of an order's accuracy."""
+    from kvlathe.export.search.exams import Exam, read_exam
+
+    config = order.config
+    assert config.metric is not None
+    if config.metric != "kl":
+        return read_exam(checkpoint, config.metric, config.text, config.retrieval)
+    text = unread(order, checkpoint, [config.text] if config.text else [])
+    length = min(KL_TOKENS, checkpoint.spec.max_seq_len)
+    windows = [tuple(text.window(length)) for _ in range(KL_WINDOWS)]
+    return Exam("kl", windows=tuple(windows))
+
+
+def unread(order: Order, checkpoint: Checkpoint, files: Sequence[Path]) -> HeldOut:
+    """Text of ``files`` that no statistic has read, then made-up sentences: other ones
+    than a measurement makes up."""
+    return HeldOut(
+        files,
+        FolderEncoder(checkpoint.path) if has_backend(checkpoint.path) else None,
+        checkpoint.spec.vocab_size,
+        calibrated_on(order, checkpoint),
+        order.config.seed + 1,
+    )
+
+
+def calibrated_on(order: Order, checkpoint: Checkpoint) -> list[Sequence[int]]:
+    """The text that an order's statistics are taken on, as token ids."""
+    from kvlathe.export.calibration.calibrate import TOKENS, text_sequences
+
+    config, source = order.config, order.config.calibration
+    if not order.compression.calibration or config.stats is not None:
+        return []
+    if source in (None, RANDOM):
+        return []
+    tokens = config.calibration_tokens or TOKENS["text"]
+    pieces = text_sequences(checkpoint, Path(str(source)), tokens)
+    return [piece.tolist() for piece in pieces]
 
 
 def sources_of(config: BuildConfig, checkpoint: Checkpoint) -> Sources:

@@ -175,10 +175,13 @@ def output_covariance(stats: Stats, centred: bool) -> Array:
 def balanced_rotation(stats: Stats) -> Rotation:
     """The ``balanced`` basis. K and V are centred, which is free: softmax ignores a
     constant of all keys, and a constant of all values comes back as a bias of W_O.
-    docs/basis.md has the measurements."""
+    docs/basis.md has the measurements.
+
+    K's axes are those of its moments around zero: where the first token's key is a sink,
+    the direction of the mean tells it from all others, and few tokens show that."""
     moments = stats.whole
     centred = stats.shape.shifts
-    scores = balanced_basis(moments.second("k", centred), moments.qq / moments.tokens)
+    scores = balanced_basis(moments.second("k", False), moments.qq / moments.tokens)
     outputs = balanced_basis(output_covariance(stats, centred), stats.wo_gram)
     return rotation(stats, scores, outputs, centred)
 

@@ -282,7 +282,8 @@ def _accumulate(
         getattr(sums, 2 * name)[layer] += _by_lane(outer, lanes)
         getattr(sums, name)[layer] += _by_lane(total, lanes)
     sums.spread[layer] += _by_lane(spread, lanes)
-    sums.hidden[layer] += float(hidden.double().square().sum())
+    sizes = hidden.double().square().sum(-1)  # [T]
+    sums.hidden[layer] += len(sizes) * float(sizes.median())
     for name, heads in (("k_max", k), ("v_max", v)):
         largest = getattr(sums, name)
         here = heads.abs().amax(1).double().cpu().numpy()

@@ -24,7 +24,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.effective_ranks import Entropies
 from kvlathe.plan.heads import ModelShape
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAXIMA = ("k_max", "v_max")
 
 Array = npt.NDArray[np.float64]
@@ -40,7 +40,8 @@ class Moments:
     ``k``, ``v``, ``o`` [L, H, d]: plain sums.
     ``spread`` [L, H]: sum over queries of sum_j p_j |(v_j - o) W_O|^2, the output's squared change for a unit change of
     scores.
-    ``hidden`` [L]: squared norm of the layer's input. ``k_max``, ``v_max`` [L, H, d]:
+    ``hidden`` [L]: squared norm of the layer's input, each sequence's tokens counted as
+    its median one: a first token may be thousands of times as large. ``k_max``, ``v_max`` [L, H, d]:
     largest magnitude of each channel.
     """
 

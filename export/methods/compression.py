@@ -116,6 +116,17 @@ class Compression:
         return tuple(one for one in self.methods if one.method.rotate)
 
     @property
+    def has_size(self) -> bool:
+        """Whether it is written how much its ranks remove."""
+        sizes = {"removal_rate", "compression_ratio"}
+        return any(sizes & set(one.written) for one in self.choosing_ranks)
+
+    @property
+    def ranks_alone(self) -> Compression:
+        """The method that chooses ranks, without the others."""
+        return Compression.of(self.choosing_ranks)
+
+    @property
     def removes_nothing(self) -> bool:
         """Whether it is the uncompressed model that was asked for."""
         return all(one.method is none.METHOD for one in self.methods)

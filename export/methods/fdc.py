@@ -29,7 +29,7 @@ def rotate(stats: Stats, options: RankOptions) -> Rotation:
 
 
 METHOD = Method(
-    "rotate and drop dimensions; calibrated on random tokens",
+    "rotate and drop dimensions; calibrated on random tokens, if the basis is svd",
     RankOptions(),
     rotate=rotate,
     calibration="random",

@@ -44,10 +44,11 @@ def low_rank(
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks
     can."""
     whole = bases(stats, options, rotate)
-    asked = options.asked(basis="svd")
-    unturned = options.rope_fold != "planes"
-    papers = whole if unturned and asked == options else rotate(stats, asked)
-    ranks = _ranks(options, whole, _budget(stats, options, papers))
+    papers = whole
+    if options.rope_fold == "planes" or options.basis == "balanced":
+        papers = rotate(stats, options.asked(basis="svd"))
+    budget = _budget(stats, options, papers)
+    ranks = _ranks(options, whole, budget)
     ranks_k, ranks_v = ranks.reshape(2, -1).tolist()
     uncut = full_lanes(stats.shape, stats.rope)
     lanes = []
@@ -61,6 +62,8 @@ def low_rank(
         lanes.append(cut)
     notes = dataclasses.asdict(options)
     notes |= {"allocation": options.spending, "calibration": stats.source}
+    if options.removal_rate is None:
+        notes["removal_rate"] = _rate(options, papers, budget)
     return Decision(tuple(lanes), basis, notes=notes)
 
 
@@ -114,6 +117,14 @@ def _budget(stats: Stats, options: RankOptions, papers: Rotation) -> int:
             f"ask for at most {best_ratio(stats.shape):.4g}",
         )
     return budget
+
+
+def _rate(options: RankOptions, papers: Rotation, budget: int) -> float:
+    """The papers' r whose ranks sum to about ``budget``."""
+    if options.compression_ratio is None:
+        return DEFAULT_RATE
+    spectrum = _rows(papers.spectrum_k, papers.spectrum_v)
+    return allocate.rate_within(spectrum, budget)
 
 
 def _ranks(options: RankOptions, whole: Rotation, budget: int) -> npt.NDArray[np.int64]:

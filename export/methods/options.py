@@ -30,7 +30,7 @@ from typing import Literal, TypeVar
 from kvlathe.base.errors import KvlatheError
 
 DEFAULT_RATE = 0.15
-"""The removal rate where no target is given."""
+"""The removal rate of a plan that nobody searched a size for."""
 MOST = 1 << 29
 """Tokens that no sequence has: the end of counts."""
 DECLARED = "option"
@@ -281,8 +281,8 @@ def unknown(what: str, given: str, known: Iterable[str]) -> KvlatheError:
 @dataclass(frozen=True)
 class RankOptions(MethodOptions):
     """The target of methods that choose ranks, and the way there; ``kvlathe build`` has flags of
-    the same names. At most one of ``removal_rate`` and ``compression_ratio``; neither
-    means DEFAULT_RATE.
+    the same names. At most one of ``removal_rate`` and ``compression_ratio``; where
+    there is neither, a build searches for one, and a plan alone takes DEFAULT_RATE.
 
     r is taken by the papers' rule on the papers' bases and sets the bytes; every basis
     and allocation spends the same bytes.
@@ -298,10 +298,11 @@ class RankOptions(MethodOptions):
         Number("a fraction", below=True),
         "Share of the KV bytes to remove.",
     )
-    basis: Literal["svd", "balanced"] = option(
-        "svd",
+    basis: Literal["svd", "balanced"] | None = option(
+        None,
         Choice("svd", "balanced"),
-        "The papers' shared rotation, or the one best for what attention uses.",
+        "The papers' shared rotation, or the one best for what attention uses. "
+        "[default: svd; balanced where a build searches for the size]",
     )
     allocation: Literal["rate", "uniform", "global"] | None = option(
         None,

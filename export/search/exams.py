@@ -19,7 +19,15 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.tasks import metrics, tasks
 
-Metric = Literal["retrieval", "perplexity", "agreement"]
+Metric = Literal["retrieval", "perplexity", "agreement", "kl"]
+
+SCORES = {
+    "retrieval": "retrieval",
+    "perplexity": "perplexity",
+    "agreement": "agreement",
+    "kl": "exp(-KL)",
+}
+"""The metrics as people read them."""
 
 WINDOWS = 6
 WINDOW_TOKENS = 1024
@@ -34,7 +42,8 @@ FEW_TOKENS = 1024
 @dataclass(frozen=True)
 class Exam:
     """Texts or questions that plans are scored on, as token ids: ``questions`` for
-    retrieval, ``windows`` of text for the other metrics.
+    retrieval, ``windows`` of text for the other metrics. The score of "kl" is exp(-KL),
+    KL in nats a token.
     """
 
     metric: Metric
@@ -58,7 +67,7 @@ class Exam:
         if self.questions:
             return f"exact match of {len(self.questions)} answers"
         longest = max(map(len, self.windows))
-        return f"{self.metric} over {len(self.windows)} windows of {longest} tokens"
+        return f"{SCORES[self.metric]} over {len(self.windows)} windows of {longest} tokens"
 
 
 def read_exam(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,16 +27,30 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.export.methods.remedy import GENTLE
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.search.exams import Exam, TorchOracle, ask, says, score
+from kvlathe.export.search.exams import SCORES, Exam, TorchOracle, ask, says, score
 from kvlathe.export.search.remembered import Scores
 from kvlathe.export.search.sealed import reading
+from kvlathe.plan.plan import CompressionPlan
 
 RESOLUTION = 0.01
 """Bisection stops when the best ratio is known to this fraction of the uncompressed
 bytes, and to FINE of those that are left."""
 FINE = 0.15
+
+FINER = 0.005
+"""The same where the score is a KL: what it allows may be little."""
+FIRST = 0.1
+"""Place between its ends at which a search by KL begins."""
+POWER = 2.0
+"""Losses grow as this power of what is removed, as far as nobody measured."""
+LEAST_POWER, MOST_GROWTH = 0.5, 4.0
+"""Guesses trust no smaller power, and go no further from what was measured than to so
+many times as much."""
+TINY = 1e-9
+"""Nats a token that stand for none."""
 
 BESIDE = 0.4
 """Place between its ends at which a variant is scored that only stands beside
@@ -48,17 +63,23 @@ AT_MOST = "at most"
 """Prefix of the name of a score that a plan cannot exceed."""
 
 
+class RemovesNothing(KvlatheError):
+    """No plan keeps the accuracy."""
+
+
 # -- the search ------------------------------------------------------------------------
 @dataclass
 class Searcher:
     """Scores the plans of ``variants``, and for comparison of those ``beside`` them.
-    ``scores`` outlive it."""
+    ``scores`` outlive it. ``kl``: what a plan loses in nats a token, for the metric of
+    that name."""
 
     checkpoint: Checkpoint
     variants: Sequence[Variant]
     exam: Exam
     scores: Scores
     beside: Sequence[Variant] = ()
+    kl: Callable[[Made], float] | None = None
     said: list[npt.NDArray[np.int64]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)  # questions, the newest first
 
@@ -66,6 +87,8 @@ class Searcher:
         return TorchOracle(reading(decoder_from(self.checkpoint, *made)))
 
     def baseline(self) -> float:
+        if self.exam.metric == "kl":
+            return 1.0
         return self.scores.get(
             "uncompressed",
             lambda: self._measure(self._uncompressed(), "uncompressed", self.exam),
@@ -118,6 +141,11 @@ class Searcher:
         return found.most >= needed
 
     def _measure(self, made: Made, what: str, exam: Exam) -> float:
+        if exam.metric == "kl":
+            assert self.kl is not None
+            lost = self.kl(made)
+            log.info("%s: KL %.4g", what, lost)
+            return math.exp(-lost)
         if exam.metric == "agreement" and not self.said:
             whole = self.oracle(self._uncompressed())
             self.said = [says(whole, window) for window in exam.windows]
@@ -151,19 +179,20 @@ def search(
     known_by: object,
     remembered: Path | None = None,
     beside: Sequence[Variant] = (),
+    kl: Callable[[Made], float] | None = None,
 ) -> Made:
     """The plan of ``variants`` that removes most while its score is at least
     ``accuracy`` times the uncompressed score.
 
     Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99.
     ``remembered``: a folder for scores. ``known_by``: what they depend on beside the
-    exam. ``beside``: scored at one size of each request for comparison. The measured
-    points are the plan's notes["curve"]. Raises KvlatheError, naming the best there is,
+    exam. ``beside``: scored at one size of each request for comparison. ``kl``: as in
+    Searcher. The measured points are the plan's notes["curve"]. Raises KvlatheError, naming the best there is,
     if nothing can be removed.
     """
     text = json.dumps((SCHEMA, repr(known_by), exam.digest))
     scores = Scores.open(remembered, hashlib.sha256(text.encode()).hexdigest()[:32])
-    searcher = Searcher(checkpoint, variants, exam, scores, beside)
+    searcher = Searcher(checkpoint, variants, exam, scores, beside, kl)
     baseline = searcher.baseline()
     _require_score(baseline, exam)
     best = _best(searcher, variants, accuracy * baseline)
@@ -190,12 +219,20 @@ def _best(
             least = max(least, best[0] + RESOLUTION)
             if least > variant.most or not searcher.reaches(variant, least, needed):
                 continue
-        ratio = largest_ratio(
-            lambda ratio, of=variant: searcher.reaches(of, ratio, needed),
-            least,
-            variant.most,
-            guess=variant.guess and variant.guess(),
-        )
+        if searcher.exam.metric == "kl":
+            ratio = largest_within(
+                lambda ratio, of=variant: -math.log(searcher.score(of, ratio)),
+                -math.log(needed),
+                least,
+                variant.most,
+            )
+        else:
+            ratio = largest_ratio(
+                lambda ratio, of=variant: searcher.reaches(of, ratio, needed),
+                least,
+                variant.most,
+                guess=variant.guess and variant.guess(),
+            )
         if ratio is not None and ratio > max(EXACT, best[0] if best else 0.0):
             best = ratio, variant
     return best
@@ -265,6 +302,51 @@ def largest_ratio(
     return most if high == most > least and reaches(most) else low
 
 
+def largest_within(
+    loss: Callable[[float], float], allowed: float, least: float, most: float
+) -> float | None:
+    """The largest ratio in [least, most], to FINER, found to lose at most ``allowed``;
+    None if ``least`` does not. A ratio of 0 loses nothing.
+
+    Losses grow about as a power of the ratio: each guess is what the nearest two losses
+    foretell, on both sides of it where there are such.
+    """
+    if least > most:
+        return None
+    low, high = least, most
+    known: dict[float, float] = {}
+    middle = low + FIRST * (high - low)
+    while high - low > FINER + EXACT:
+        known[middle] = max(loss(middle), TINY)
+        if known[middle] <= allowed:
+            low = middle
+        else:
+            high = middle
+        near = min(FINER, (high - low) / 2)
+        guess = _foretold(known, low, high, allowed)
+        middle = min(max(guess, low + near), high - near)
+    if low == least and least > EXACT and loss(least) > allowed:
+        return None
+    return most if high == most > least and loss(most) <= allowed else low
+
+
+def _foretold(
+    known: Mapping[float, float], low: float, high: float, allowed: float
+) -> float:
+    """The ratio that loses ``allowed``, by a power law through two ``known`` losses:
+    those of ``low`` and ``high``, or the two nearest to the one that is known."""
+    near = low if low in known else high
+    power = POWER
+    pair = sorted(known, key=lambda ratio: abs(ratio - near))[:2]
+    if low in known and high in known:
+        pair = [low, high]
+    if len(pair) == 2 and min(pair) > 0:
+        one, other = pair
+        slope = math.log(known[other] / known[one]) / math.log(other / one)
+        power = max(slope, LEAST_POWER)
+    return near * min((allowed / known[near]) ** (1 / power), MOST_GROWTH)
+
+
 def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
     smaller = [own for own in searcher.variants if own.least <= own.most]
     if smaller:
@@ -273,17 +355,43 @@ def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
     points = list(searcher.points())
     if not points:
         what = " and ".join(variant.name for variant in searcher.variants)
-        raise KvlatheError(
+        raise RemovesNothing(
             f"{what} removes nothing here",
             "the heads are too small to cut",
-            "choose another method",
+            f"choose another method, such as {GENTLE} or auto",
         )
+    points = [point for point in points if point[1] > EXACT] or points
     variant, ratio, best = max(points, key=lambda point: (point[2], -point[1]))
     reached = best / baseline
-    raise KvlatheError(
+    if searcher.exam.metric == "kl":
+        raise RemovesNothing(
+            f"{variant.name} removes nothing within KL {-math.log(accuracy):.2g}",
+            f"removing {ratio:.1%} of the bytes already loses {-math.log(best):.2g} nats "
+            "a token",
+            f"use {GENTLE} or auto, or ask for --accuracy "
+            f"{np.floor(1000 * reached) / 1000:.4g} or less",
+        )
+    raise RemovesNothing(
         f"{variant.name} cannot keep {accuracy:.4g} of the uncompressed {searcher.exam.metric}",
         f"removing {ratio:.1%} of the bytes already leaves {reached:.4g}",
         f"ask for --accuracy {np.floor(1000 * reached) / 1000:.4g} or less",
+    )
+
+
+def in_words(plan: CompressionPlan) -> str:
+    """The question and the answer of the search that found ``plan``."""
+    curve = plan.notes["curve"]
+    points = [point for point in curve["points"] if point["score"] >= curve["target"]]
+    best = max(points, key=lambda point: point["removed"])
+    allowed, got = "", f"{curve['metric']} {best['score']:.4g}"
+    if curve["metric"] == SCORES["kl"]:
+        allowed = f" (KL {-math.log(curve['accuracy']):.2g})"
+        got = f"KL {-math.log(best['score']):.2g}"
+    return (
+        f"the most that keeps {curve['accuracy']:g} of {curve['metric']}{allowed} over "
+        f"{curve['measured_on'].partition(' over ')[2]}: removal rate "
+        f"{plan.notes['removal_rate']:.4f} takes {best['removed']:.1%} of the bytes at "
+        f"{got}, the best of {len(curve['points'])} sizes"
     )
 
 
@@ -305,7 +413,7 @@ def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, An
     exam = searcher.exam
     metric = exam.metric
     return {
-        "metric": "1 / perplexity" if metric == "perplexity" else metric,
+        "metric": "1 / perplexity" if metric == "perplexity" else SCORES[metric],
         "measured_on": exam.described,
         "others_on": exam.fewer.described,
         "cut_short": len(searcher.left()),

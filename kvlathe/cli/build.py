@@ -40,6 +40,7 @@ from kvlathe.engines.rotation import CHECKPOINT
 from kvlathe.export.methods.options import Number, Option, RankOptions, options_of
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.plan import SEARCHED
 from kvlathe.plan.weight_formats import BITS, FLOATS
 
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -75,6 +76,8 @@ def show_build(result: Result) -> None:
     ]
     if result["compaction"]:
         rows.append(("of a compacted prefix", compaction_words(result["compaction"])))
+    if result["searched"]:
+        rows.append(("searched", result["searched"]))
     if result["measured"] and result["measured"]["warning"]:
         rows.append(("warning: measured", result["measured"]["warning"]))
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
@@ -144,10 +147,9 @@ HOW_MUCH = (
     ),
     click.option(
         "--metric",
-        type=click.Choice(("retrieval", "perplexity", "agreement")),
-        default="retrieval",
-        show_default=True,
-        help="The score that --accuracy speaks of.",
+        type=click.Choice(("retrieval", "perplexity", "agreement", "kl")),
+        help="The score that --accuracy speaks of; that of kl is exp(-KL). [default: kl; "
+        "retrieval for auto, and where --retrieval is given]",
     ),
     click.option(
         "--text",
@@ -354,6 +356,7 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
         "report": str(engine / manifests.REPORT_FILE),
         "measured": measured_of(manifest),
         "compaction": opened.plan.index.compaction,
+        "searched": str(opened.plan.notes.get(SEARCHED, "")),
     }
 
 

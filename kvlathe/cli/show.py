@@ -15,7 +15,7 @@ from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.manifest import Manifest
 from kvlathe.plan.measurement import UNMEASURED
-from kvlathe.plan.plan import WARNINGS, CompressionPlan
+from kvlathe.plan.plan import SEARCHED, WARNINGS, CompressionPlan
 
 GIB = 1 << 30
 
@@ -53,6 +53,8 @@ def facts(result: Result) -> list[tuple[str, object]]:
         rows.append(("measured on", result["evaluated_on"]))
     if result["compaction"]:
         rows.append(("of a compacted prefix", compaction_words(result["compaction"])))
+    if result["searched"]:
+        rows.append(("searched", result["searched"]))
     rows.append(("measured at build", measured_words(result["measured"])))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += result["limits"].items()
@@ -212,6 +214,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "evaluated_on": kept.measured_on,
         "measured": measured_of(manifest),
         "compaction": plan.index.compaction,
+        "searched": str(plan.notes.get(SEARCHED, "")),
         "memory": memory_of(plan, manifest),
         "shards": shards_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,

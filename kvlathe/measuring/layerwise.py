@@ -43,12 +43,14 @@ compared."""
 
 @dataclass(eq=False)
 class Running:
-    """A sequence on its way through the layers: ``hidden`` [T, D] in the uncompressed
-    model and in the plan's (``planned`` None: it is only read uncompressed)."""
+    """A sequence on its way through the layers, from position ``start`` on: ``hidden``
+    [T, D] in the uncompressed model and in the plan's (``planned`` None: it is only read
+    uncompressed)."""
 
     ids: Tensor
     hidden: Tensor
     planned: Tensor | None
+    start: int = 0
 
     def cut(self, tokens: int) -> None:
         """Go on with the first tokens alone: they never see what follows them."""
@@ -95,19 +97,19 @@ class LayerPair:
 
     def advance(self, running: Running) -> None:
         """Put a sequence through the layer, in place."""
-        step = self._step(running.hidden, 0)
+        step = self._step(running.hidden, running.start, 0)
         running.hidden = self._layers[0](running.hidden, step)[0]
         if running.planned is not None:
-            step = self._step(running.planned, 1)
+            step = self._step(running.planned, running.start, 1)
             running.planned = self._layers[1](running.planned, step)[0]
 
-    def _step(self, hidden: Tensor, side: int) -> StepTensors:
+    def _step(self, hidden: Tensor, start: int, side: int) -> StepTensors:
         """A whole sequence with nothing cached."""
         tokens, device = len(hidden), hidden.device
         places = torch.arange(tokens, dtype=torch.int32, device=device)
         cos, sin = None, None
         if self._rope is not None:
-            cos, sin = self._rope(places, torch.float32)[self._rope_of]
+            cos, sin = self._rope(start + places, torch.float32)[self._rope_of]
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         buckets = len(self.plans[side].index.buckets)
         lengths = torch.zeros((1, buckets), dtype=torch.int32, device=device)
@@ -149,9 +151,15 @@ class BothModels:
         self.rope = rotator(checkpoint.spec, checkpoint.device)
 
     @torch.inference_mode()
-    def run(self, groups: Sequence[Group], seconds: float) -> list[Work]:
+    def run(
+        self,
+        groups: Sequence[Group],
+        seconds: float,
+        doing: str = "measuring what the plan loses",
+    ) -> list[Work]:
         """The groups that ``seconds`` allow, through all layers. The first is always
-        among them, if need be cut to its first LEAST_TOKENS tokens."""
+        among them, if need be cut to its first LEAST_TOKENS tokens. ``doing``: that,
+        for who watches."""
         deadline = time.monotonic() + seconds
         layers = self.checkpoint.spec.layers
         works = [Work(group) for group in groups]
@@ -160,7 +168,7 @@ class BothModels:
         )
         total = layers * sum(group.read for group in groups)
         began = time.monotonic()
-        with working("measuring what the plan loses", total, "tokens") as advance:
+        with working(doing, total, "tokens") as advance:
             for layer, pair in enumerate(pairs):
                 loading = time.monotonic() - began
                 left = layers - layer
@@ -236,19 +244,20 @@ class BothModels:
 
     def _begin(self, work: Work) -> None:
         for passage in work.group.passages:
-            work.whole.append(self._running(passage.ids, planned=True))
+            whole = self._running(passage.ids, planned=True, start=passage.start)
+            work.whole.append(whole)
             near = None
             if passage.near is not None:
                 near = self._running(passage.ids[passage.near :], planned=False)
             work.near.append(near)
 
-    def _running(self, ids: Sequence[int], planned: bool) -> Running:
+    def _running(self, ids: Sequence[int], planned: bool, start: int = 0) -> Running:
         device = self.checkpoint.device
         tokens = torch.tensor(ids, device=device)
-        places = torch.arange(len(ids), device=device)
+        places = torch.arange(start, start + len(ids), device=device)
         hidden = embed(self.checkpoint, tokens, places)
         both = planned and len(self.made) > 1
-        return Running(tokens, hidden, hidden if both else None)
+        return Running(tokens, hidden, hidden if both else None, start)
 
     def _wait(self) -> None:
         if self.checkpoint.device.type == "cuda":

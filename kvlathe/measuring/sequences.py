@@ -29,11 +29,12 @@ and no more than so many places: the rest is the prompt."""
 class Passage:
     """A sequence of token ids and the places ``rows`` whose next token is predicted.
     ``near``: how many of its first tokens the uncompressed model reads it without for
-    comparison, where it is an exercise."""
+    comparison, where it is an exercise. ``start``: the position of its first token."""
 
     ids: tuple[int, ...]
     rows: tuple[int, ...]
     near: int | None = None
+    start: int = 0
 
     @property
     def targets(self) -> list[int]:
@@ -42,7 +43,8 @@ class Passage:
     def cut(self, tokens: int) -> Passage:
         """Its first ``tokens`` tokens, those of them scored that were before."""
         rows = tuple(row for row in self.rows if row < tokens - 1)
-        return Passage(self.ids[:tokens], rows or (tokens - 2,))
+        rows = rows or (tokens - 2,)
+        return Passage(self.ids[:tokens], rows, start=self.start)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ WARNINGS = ("ranks", "rope", "reach", "uncentred")
 sequences may be longer than those that forms were chosen on, and nothing is centred.
 A build logs them; the report and ``kvlathe inspect`` show them."""
 
+SEARCHED = "searched"
+"""Name of the note that says what a build searched for, and what it found."""
+
 
 @dataclass(frozen=True)
 class CompressionPlan(PlanData):

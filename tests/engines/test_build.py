@@ -209,7 +209,8 @@ def test_the_log_names_every_long_step_before_it_begins(
         real = getattr(importlib.import_module(module), function)
         monkeypatch.setattr(name, heard(said, real))
     with caplog.at_level("INFO", "kvlathe"):
-        LLM.load(build(request_for(compression="fdc", max_batch_size=5, seed=77)))
+        sizes = {"removal_rate": 0.15, "max_batch_size": 5}
+        LLM.load(build(request_for(compression="fdc", seed=77, **sizes)))
     assert list(dict.fromkeys(last)) == list(steps)
 
 
@@ -746,8 +747,8 @@ def test_paths_may_be_given_as_text(model: Path, tmp_path: Path) -> None:
     [
         ({"basis": "balanced"}, "--basis"),
         ({"calibration": "random"}, "--calibration"),
-        ({"compression": "fdc", "metric": "agreement"}, "--metric"),
-        ({"compression": "fdc", "text": Path(__file__)}, "--text"),
+        ({"compression": "hack", "metric": "agreement"}, "--metric"),
+        ({"compression": "fdc:removal_rate=0", "text": Path(__file__)}, "--text"),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_named(

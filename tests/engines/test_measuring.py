@@ -19,7 +19,7 @@ from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.job import prepare
 from kvlathe.engines.measuring import held_out_of
 from kvlathe.engines.order import accept
-from kvlathe.engines.pricing import sources_of
+from kvlathe.engines.pricing import exam_of, sources_of
 from kvlathe.export.calibration.calibrate import TOKENS, text_sequences
 from kvlathe.measuring import measure as measuring
 from kvlathe.plan import manifest as manifests
@@ -171,6 +171,7 @@ def test_a_limit_that_cannot_be_measured_is_refused(
         ("auto", {"compression_ratio": 0.8}),
         ("auto", {"compression_ratio": 0.8, "text": EVAL_TEXT}),
         ("fdc", {"accuracy": 0.99, "metric": "perplexity", "text": EVAL_TEXT}),
+        ("zack", {"calibration": str(EVAL_TEXT), "text": EVAL_TEXT}),
     ],
 )
 def test_no_statistic_and_no_price_has_read_the_text_that_is_measured(
@@ -187,6 +188,10 @@ def test_no_statistic_and_no_price_has_read_the_text_that_is_measured(
         )
         read += [piece.tolist() for piece in pieces]
     exams = sources_of(config, checkpoint).exams
+    if order.searched:
+        exams = [exam_of(order, checkpoint)]
+        searched = {run for ids in exams[0].windows for run in runs(ids)}
+        assert not searched.intersection(run for ids in read for run in runs(ids))
     read += [list(window) for exam in exams for window in exam.windows]
     known = {run for ids in read for run in runs(ids)}
     assert len(known) > 5000

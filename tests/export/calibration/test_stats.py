@@ -99,7 +99,8 @@ def test_calibration_is_what_transformers_computes(lathe: Checkpoint) -> None:
         wanted = {2 * name: (x.mT @ x).sum(1) for name, x in lanes.items()}
         wanted |= {name: x.sum((1, 2)) for name, x in lanes.items()}
         wanted |= {f"{name}_max": lanes[name].abs().amax((1, 2)) for name in "kv"}
-        wanted["hidden"] = seen["hidden"].square().sum()
+        sizes = seen["hidden"].square().sum(-1)
+        wanted["hidden"] = len(sizes) * sizes.sort().values[(len(sizes) - 1) // 2]
         heads = seen["w_o"].T.unflatten(0, (-1, stats.shape.head_dim))  # [Hq, d, D]
         values = seen["v"].repeat_interleave(group, 0)
         away = (values[:, None] - seen["o"][:, :, None]) @ heads[

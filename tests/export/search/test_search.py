@@ -69,6 +69,31 @@ def test_a_good_guess_saves_scores(guess: float, scores: int) -> None:
     assert len(asked) == scores
 
 
+@given(
+    st.floats(0.02, 1.2),
+    st.floats(0.8, 5),
+    st.floats(0, 0.3),
+    st.floats(0.4, 0.9),
+)
+def test_a_search_by_loss_finds_the_largest_ratio_in_few_steps(
+    edge: float, power: float, least: float, most: float
+) -> None:
+    """Whatever the power by which losses grow."""
+    asked: list[float] = []
+
+    def loss(ratio: float) -> float:
+        asked.append(ratio)
+        return 0.01 * (ratio / edge) ** power
+
+    found = search.largest_within(loss, 0.01, least, most)
+    assert len(asked) <= 6
+    if found is None:
+        assert least > edge
+        return
+    assert least <= found <= min(edge * (1 + 1e-9), most)
+    assert found >= min(edge, most) - search.FINER - 1e-6
+
+
 class Oracle:
     """Answers some of the questions, and counts them."""
 
