@@ -133,10 +133,24 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
+def engine_path(key: str) -> Path:
+    """The folder where engine ``key`` is kept, whether it is there or not."""
+    return root() / "engines" / key
+
+
+def adopt(key: str) -> None:
+    """Keep the engine that a build has put at ``engine_path(key)``. Others make room
+    for it."""
+    kept = engine_path(key)
+    _make_marked(kept.parent)
+    (kept / MARKER).touch()
+    prune(max_bytes=max(LIMIT_BYTES, manifests.read(kept).size))
+
+
 def find(key: str) -> Manifest | None:
     """The manifest of engine ``key``, its files verified. None if there is none; a
     damaged one is dropped."""
-    folder = root() / "engines" / key
+    folder = engine_path(key)
     if not _is_ours(folder):
         return None
     try:
@@ -152,12 +166,12 @@ def find(key: str) -> Manifest | None:
 def give(key: str, manifest: Manifest, into: Path) -> None:
     """Fill folder ``into`` with the files of engine ``key``, manifest aside."""
     for name in manifest.files:
-        _copy(root() / "engines" / key / name, into / name)
+        _copy(engine_path(key) / name, into / name)
 
 
 def drop(key: str) -> None:
     """Forget engine ``key``, if it is kept."""
-    folder = root() / "engines" / key
+    folder = engine_path(key)
     if _is_ours(folder):
         _remove(folder)
 
@@ -165,7 +179,7 @@ def drop(key: str) -> None:
 def keep(key: str, folder: Path) -> None:
     """Add finished engine ``folder`` under ``key``, unless it is too big. A cache that
     cannot be written only warns."""
-    kept = root() / "engines" / key
+    kept = engine_path(key)
     manifest = manifests.read(folder)
     if kept.exists() or manifest.size > LIMIT_BYTES:
         return

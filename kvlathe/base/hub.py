@@ -47,8 +47,7 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
     name, file = model.as_posix(), ""
     if found := FILE.fullmatch(name):
         name, file = found[1], found[2]
-    is_name = NAME.fullmatch(name) and not name.endswith(SUFFIX)
-    if model.exists() or not is_name:
+    if model.exists() or not is_name(model):
         if revision is not None:
             raise KvlatheError(
                 f"--revision {revision} cannot be had",
@@ -71,6 +70,14 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
             "run this again with a network, or look whether the Hub has them",
         )
     return folder
+
+
+def is_name(model: Path) -> bool:
+    """Whether a path may be the name of a model, or of a GGUF file, on the Hub."""
+    name = model.as_posix()
+    if FILE.fullmatch(name):
+        return True
+    return NAME.fullmatch(name) is not None and not name.endswith(SUFFIX)
 
 
 def _mistyped(model: Path) -> KvlatheError:

@@ -4,8 +4,6 @@ and its reusable first half."""
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from kvlathe.cli.common import (
     REVISION,
     TENSOR_PARALLEL,
     Result,
+    command_line,
     reports,
     show_pairs,
 )
@@ -358,14 +357,6 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
         "compaction": opened.plan.index.compaction,
         "searched": str(opened.plan.notes.get(SEARCHED, "")),
     }
-
-
-def command_line() -> str:
-    """This process's own command, as one would type it."""
-    program = Path(sys.argv[0]).name
-    words = ["kvlathe" if program == "__main__.py" else program, *sys.argv[1:]]
-    typed = shlex.join(words)
-    return typed.encode("utf-8", "backslashreplace").decode()  # file names may be bytes
 
 
 @click.command("calibrate")

@@ -12,8 +12,9 @@ from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.common import (
     CACHE_SIZE,
+    COMPRESSION_OF_MODEL,
     DEVICE,
-    ENGINE,
+    ENGINE_OR_MODEL,
     GPU_MEMORY,
     LOG_LEVEL,
     NUM_SPECULATIVE_TOKENS,
@@ -22,6 +23,7 @@ from kvlathe.cli.common import (
     THREADS,
     check_speculative,
     check_text,
+    engine_to_run,
     write,
 )
 from kvlathe.plan.memory import uncompressed_pages
@@ -107,7 +109,8 @@ class Conversation:
 
 
 @click.command("chat")
-@ENGINE
+@ENGINE_OR_MODEL
+@COMPRESSION_OF_MODEL
 @click.option("--system", help="What the model is told before everything else.")
 @click.option(
     "--chat-template", type=PATH, help="A file with one, in place of the checkpoint's."
@@ -137,6 +140,7 @@ class Conversation:
 @LOG_LEVEL
 def chat_command(
     engine: Path,
+    compression: str | None,
     system: str | None,
     chat_template: Path | None,
     max_new_tokens: int,
@@ -163,6 +167,7 @@ def chat_command(
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
+    engine = engine_to_run(engine, compression, device)
     params = SamplingParams(max_new_tokens, temperature, top_p=top_p, seed=seed)
     with LLM.load(
         engine,

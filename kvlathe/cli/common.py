@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,6 +19,9 @@ import click
 
 from kvlathe.base import console, devices
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.gguf_files import gguf_of
+from kvlathe.base.hub import is_name
+from kvlathe.plan.manifest import MANIFEST_FILE
 
 PATH = click.Path(path_type=Path)
 Result = dict[str, Any]
@@ -72,6 +76,14 @@ class Size(SizeParam):
 
 
 ENGINE = click.argument("engine", type=PATH)
+ENGINE_OR_MODEL = click.argument("engine", type=PATH, metavar="ENGINE|MODEL")
+COMPRESSION_OF_MODEL = click.option(
+    "--compression",
+    metavar="METHOD[:OPTION=VALUE...]",
+    help="Where a model is named in place of an engine (a folder, a GGUF file, org/model "
+    "on the Hub): its engine is built with this, once, and kept in the cache. "
+    "[default: the most that auto removes at a KL of 0.005]",
+)
 MODEL = click.option(
     "--model",
     type=PATH,
@@ -149,6 +161,33 @@ NUM_SPECULATIVE_TOKENS = click.option(
     show_default=True,
     help="Tokens that are guessed at once, at most.",
 )
+
+
+def engine_to_run(named: Path, compression: str | None, device: str | None) -> Path:
+    """The engine that a command runs: ``named``, or of a model the one that is built
+    with ``compression`` for this machine, once."""
+    if (named / MANIFEST_FILE).is_file():
+        if compression is not None:
+            raise click.UsageError(
+                f"--compression says how a model's engine is built, and {named} is an "
+                "engine. Leave it out, or name the model."
+            )
+        return named
+    is_model = (named / "config.json").is_file() or gguf_of(named) is not None
+    if not is_model and (named.exists() or not is_name(named)):
+        return named  # what opens it says what it lacks
+    from kvlathe.engines.on_demand import engine_of
+    from kvlathe.runtime.sessions.registry import backend_here
+
+    return engine_of(named, compression, backend_here(device), command_line())
+
+
+def command_line() -> str:
+    """This process's own command, as one would type it."""
+    program = Path(sys.argv[0]).name
+    words = ["kvlathe" if program == "__main__.py" else program, *sys.argv[1:]]
+    typed = shlex.join(words)
+    return typed.encode("utf-8", "backslashreplace").decode()  # file names may be bytes
 
 
 def check_speculative() -> None:

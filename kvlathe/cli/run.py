@@ -12,8 +12,10 @@ import click
 
 from kvlathe.base import console
 from kvlathe.cli.common import (
+    COMPRESSION_OF_MODEL,
     DEVICE,
     ENGINE,
+    ENGINE_OR_MODEL,
     GPU_MEMORY,
     NUM_SPECULATIVE_TOKENS,
     PATH,
@@ -23,6 +25,7 @@ from kvlathe.cli.common import (
     Result,
     check_speculative,
     check_text,
+    engine_to_run,
     read_text,
     reports,
     show_pairs,
@@ -51,7 +54,8 @@ def show_answer(result: Result) -> None:
 
 
 @click.command("generate")
-@ENGINE
+@ENGINE_OR_MODEL
+@COMPRESSION_OF_MODEL
 @click.option("--prompt", help="Text to continue.")
 @click.option(
     "--prompt-file",
@@ -104,6 +108,7 @@ def show_answer(result: Result) -> None:
 @reports(show_answer)
 def generate_command(
     engine: Path,
+    compression: str | None,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
@@ -128,7 +133,7 @@ def generate_command(
 
     params = SamplingParams(**sampling)
     llm = LLM.load(
-        engine,
+        engine_to_run(engine, compression, device),
         threads=threads,
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -13,9 +13,10 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.cli.common import (
     CACHE_SIZE,
+    COMPRESSION_OF_MODEL,
     DEVICE,
     DRAIN_SECONDS,
-    ENGINE,
+    ENGINE_OR_MODEL,
     GPU_MEMORY,
     LOG_LEVEL,
     NUM_SPECULATIVE_TOKENS,
@@ -26,6 +27,7 @@ from kvlathe.cli.common import (
     Seconds,
     Size,
     check_speculative,
+    engine_to_run,
 )
 
 KEY_VARIABLE = "KVLATHE_API_KEY"
@@ -49,7 +51,8 @@ def check_keys(keys: tuple[str, ...]) -> None:
 
 
 @click.command("serve")
-@ENGINE
+@ENGINE_OR_MODEL
+@COMPRESSION_OF_MODEL
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -164,6 +167,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
 @LOG_LEVEL
 def serve_command(
     engine: Path,
+    compression: str | None,
     log_level: str,
     **settings: Any,  # noqa: ANN401
 ) -> None:
@@ -183,6 +187,8 @@ def serve_command(
             f"{error.name} is not installed",
             f"run {pip_install('serve')}",
         ) from error
+    device: str | None = settings["device"]
+    engine = engine_to_run(engine, compression, device)
     serve(engine, Settings(**settings))
 
 

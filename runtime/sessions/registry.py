@@ -137,6 +137,13 @@ def _has_gpu() -> bool:
     return count.value > 0
 
 
+def backend_here(device: str | None = None) -> str:
+    """The backend of engines that are built to run here, on ``device``: cuda where a GPU
+    and its kernels are, else onnxruntime."""
+    can = _has_gpu() and util.find_spec("torch") is not None and not _no_kernels()
+    return "cuda" if can and devices.requested(device) != "cpu" else "onnxruntime"
+
+
 # -- ONNX Runtime and TensorRT on a GPU ------------------------------------------------
 
 

@@ -419,10 +419,15 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
         lambda *_: pytest.fail("calibrated again"),
     )
     loaded = planning.statistics(
-        accept(request_for(compression="fdc", stats=tmp_path / "model.npz")),
+        accept(
+            request_for(
+                compression="fdc", removal_rate=0.2, stats=tmp_path / "model.npz"
+            )
+        ),
         checkpoint,
     )
-    cached = planning.statistics(accept(request_for(compression="fdc")), checkpoint)
+    rate = request_for(compression="fdc", removal_rate=0.2)
+    cached = planning.statistics(accept(rate), checkpoint)
     assert loaded is not None and cached is not None
     assert written.digest == loaded.digest
     assert written.entropies.texts > 0
