@@ -62,7 +62,7 @@ class DiskStore:
     of them. ``failures``: files that could not be written or read.
 
     Several processes may share a folder: each counts its own bytes. Raises KvlatheError
-    where the folder cannot be made, or others may write or read it.
+    where the folder cannot be made, others may write or read it, or they could move it.
     """
 
     def __init__(
@@ -91,14 +91,18 @@ class DiskStore:
         name = f"{origin.plan:.16}-{origin.weights:.16}-{FORM}-{coding}"
         self.folder = self.top / name
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.top.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_path(self.top)
+            with suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
             _check_owner(self.folder)
             self._look()
+            self._make_room()
         except OSError as error:
             raise KvlatheError(
                 f"{self.folder} cannot keep evicted prefixes",
                 str(error),
-                "give --disk-cache a folder that can be written",
+                "give --disk-cache a folder that you alone can write to, on a way that is yours",
             ) from error
 
     def _look(self) -> None:
@@ -195,7 +199,9 @@ class DiskStore:
                 return
             listed = PageList.of(self.origin, pages, self.coding)
             pieces = pack(said(StoredBlock(key.hex(), listed)), pages)
-            with new.open("wb") as file:
+            new.unlink(missing_ok=True)  # of a killed process of the same number
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
                 file.writelines(pieces)
                 written = file.tell()
             new.replace(path)
@@ -211,10 +217,15 @@ class DiskStore:
                 self._queued.pop(key, None)
 
     def _wrote(self, key: bytes, size: int) -> None:
-        """Count a file, and make room where there are too many."""
+        """Count a file, and make room for it."""
         with self._lock:
             self.bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Remove the files that nobody has touched for longest, where there are too
+        many."""
         while self.bytes > self.capacity:
             with self._lock:
                 oldest, size = self._sizes.popitem(last=False)
@@ -258,9 +269,26 @@ def _work_off(works: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         del work  # it could keep its store alive
 
 
+def _check_path(top: Path) -> None:
+    """Raises OSError where somebody else could put another folder in the place of one on
+    the way to ``top``: what is written there would be written elsewhere."""
+    real = top.resolve()
+    for folder in (real, *real.parents):
+        about = folder.lstat()
+        sticky = about.st_mode & stat.S_ISVTX  # as /tmp: others' entries stay theirs
+        if about.st_uid not in (0, os.geteuid()):
+            raise PermissionError(f"{folder} belongs to somebody else")
+        if about.st_mode & 0o022 and not sticky:
+            mode = about.st_mode & 0o777
+            raise PermissionError(f"others may write to {folder} (mode {mode:o})")
+
+
 def _check_owner(folder: Path) -> None:
-    """Raises OSError for a folder that somebody else may write to or read."""
-    about = folder.stat()
+    """Raises OSError for what is no folder of ours alone; a link is none, wherever it
+    leads."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError("it is a link or a file")
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
         said = f"others may use it (mode {about.st_mode & 0o777:o})"
         raise PermissionError(f"{said}: prompts can be told from it")

@@ -250,6 +250,52 @@ def test_a_disk_store_keeps_within_its_bytes_over_restarts(tmp_path: Path) -> No
     assert bytes([11]) * 32 in again and bytes([50]) * 32 in again
 
 
+def test_a_smaller_disk_store_begins_within_its_bytes(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BIG, ORIGIN)
+    for i in range(4):
+        store.put(bytes([i]) * 32, [[os.urandom(1000)]])
+    store.flush()
+    smaller = DiskStore(tmp_path, store.bytes // 2, ORIGIN)
+    files = list(store.folder.iterdir())
+    assert 0 < sum(path.stat().st_size for path in files) == smaller.bytes
+    assert smaller.bytes <= smaller.capacity
+
+
+def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path) -> None:
+    """Files would be written, and removed, wherever they like."""
+    top, private = tmp_path / "top", tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "old.new").touch()
+    os.utime(private / "old.new", (0, 0))
+    leaf = DiskStore(top, BIG, ORIGIN).folder
+    leaf.rmdir()
+    leaf.symlink_to(private)
+    with pytest.raises(KvlatheError, match="it is a link"):
+        DiskStore(top, BIG, ORIGIN)
+    leaf.unlink()
+    for loose in (top, tmp_path):
+        kept = loose.stat().st_mode
+        loose.chmod(0o777)
+        with pytest.raises(KvlatheError, match=r"others may write .*mode 777"):
+            DiskStore(top, BIG, ORIGIN)
+        loose.chmod(0o1777)  # as /tmp
+        DiskStore(top, BIG, ORIGIN)
+        loose.chmod(kept)
+    assert list(private.iterdir()) == [private / "old.new"]
+
+
+def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BIG, ORIGIN)
+    aim = tmp_path / "aim"
+    aim.write_text("kept")
+    store._path(b"k" * 32).with_suffix(f".{os.getpid()}.new").symlink_to(aim)
+    store.put(b"k" * 32, [[b"page"]])
+    store.flush()
+    assert aim.read_text() == "kept"
+    [path] = store.folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600 and not path.is_symlink()
+
+
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 1, ORIGIN)
     foreign = store.folder / "notes.txt"
