@@ -73,12 +73,16 @@ class LayeredModel:
         return self._checkpoint.device
 
     def logits(
-        self, ids: Sequence[int], rows: Sequence[int], remembered: bool = False
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        remembered: bool = False,
+        advance: Advance = _unsaid,
     ) -> Tensor:
         """[len(rows), V] float32: next-token logits of one sequence. ``remembered``: for
         the next gradients of scores of some of these rows, unless ``forget`` comes
-        first."""
-        passed = self._passed(ids, rows, _unsaid)
+        first. ``advance`` comes to 1."""
+        passed = self._passed(ids, rows, advance)
         last: Tensor
         if remembered:
             *states, last = passed

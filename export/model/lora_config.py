@@ -11,9 +11,13 @@ from typing import cast
 
 from kvlathe.base.adapters import CONFIG, WEIGHTS, Adapter
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.patterns import PatternError, Patterns
 from kvlathe.base.tokenizer_files import read_object
 from kvlathe.export.model.shards import PICKLES
 
+PATTERNS = Patterns()
+PLAIN = re.compile(r"[\w.]+")
+"""Names that are hardly expressions: a point stands for itself or for any character."""
 Numbers = Mapping[str, float]
 """Values by name of a map, or by an expression that such names match."""
 LARGEST = 1e30
@@ -72,16 +76,18 @@ class LoraConfig:
         """Look up as PEFT does: the first name or expression that the module's name
         ends with."""
         for name, number in by_name.items():
+            if PLAIN.fullmatch(name) and not module.endswith(name.split(".")[-1]):
+                continue  # most names are of other maps
             if self._matches(rf"(?:.*\.)?(?:{name})", module):
                 return number
         return default
 
     def _matches(self, expression: str, module: str) -> bool:
         try:
-            return re.fullmatch(expression, module) is not None
-        except (re.error, RecursionError) as error:
+            return PATTERNS.fullmatch(expression, module)
+        except PatternError as error:
             raise unreadable(
-                self.path, f"{expression!r} is no regular expression ({error})"
+                self.path, f"{expression!r} cannot be matched: {error}"
             ) from error
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvlathe.base.console import log
-from kvlathe.export.model.layered import LayeredModel
+from kvlathe.base.console import log, working
+from kvlathe.export.model.layered import Advance, LayeredModel
 from kvlathe.export.search.readings import Reading, margin_score
 
 PASSAGE, PASSAGES = 64, 2
@@ -111,23 +111,25 @@ def exercises(
     """Up to ``count`` exercises of each kind, of at most ``length`` tokens, scored at
     the places that depend on what is far. ``model`` is the uncompressed one."""
     taken: list[tuple[Exercise, list[int]]] = []
-    for kind, make in enumerate(KINDS):
-        rng = np.random.default_rng((seed, length, kind))
-        found = 0
-        if length < LEAST:
-            log.debug("%d tokens are too few for %s", length, make.__name__)
-            continue
-        for _ in range(TRIES * count):
-            if found == count:
-                break
-            exercise = make(text, length, rng)
-            places = _dependent(model, exercise)
-            if len(places) >= FEW:
-                taken.append((exercise, places))
-                found += 1
-            else:
-                model.forget(exercise.ids)
-        log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
+    if length < LEAST:
+        log.debug("%d tokens are too few for exercises", length)
+        return []
+    most = len(KINDS) * TRIES * count
+    with working(f"choosing exercises of {length:,} tokens", most) as advance:
+        for kind, make in enumerate(KINDS):
+            rng = np.random.default_rng((seed, length, kind))
+            found = tried = 0
+            while found < count and tried < TRIES * count:
+                exercise = make(text, length, rng)
+                tried += 1
+                places = _dependent(model, exercise, advance)
+                if len(places) >= FEW:
+                    taken.append((exercise, places))
+                    found += 1
+                else:
+                    model.forget(exercise.ids)
+            advance(TRIES * count - tried)
+            log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
     total = sum(len(places) for _, places in taken)
     readings = []
     for exercise, places in taken:
@@ -140,10 +142,10 @@ def exercises(
 
 
 @torch.inference_mode()
-def _dependent(model: LayeredModel, exercise: Exercise) -> list[int]:
+def _dependent(model: LayeredModel, exercise: Exercise, advance: Advance) -> list[int]:
     """The places of the answers that the model gets right, and would give GAIN nats
-    less where it saw only what is near."""
-    whole = _before_answers(model, exercise, 0)
+    less where it saw only what is near. ``advance`` comes to 1."""
+    whole = _before_answers(model, exercise, 0, advance)
     near = _before_answers(model, exercise, max(0, exercise.start - NEAR))
     answers = [exercise.ids[place] for place in exercise.answers]
     labels = torch.tensor(answers, device=whole.device)
@@ -153,9 +155,14 @@ def _dependent(model: LayeredModel, exercise: Exercise) -> list[int]:
     return [place for place, is_kept in judged if is_kept]
 
 
-def _before_answers(model: LayeredModel, exercise: Exercise, cut: int) -> torch.Tensor:
+def _before_answers(
+    model: LayeredModel,
+    exercise: Exercise,
+    cut: int,
+    advance: Advance = lambda _: None,
+) -> torch.Tensor:
     """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
     tokens."""
     rows = [place - 1 - cut for place in exercise.answers]
-    logits = model.logits(exercise.ids[cut:], rows, remembered=not cut)
+    logits = model.logits(exercise.ids[cut:], rows, remembered=not cut, advance=advance)
     return logits.log_softmax(-1)

@@ -189,7 +189,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "other rank": ({"r": 8}, r"has shape \[4, 88\], and the model takes \[8, 88\]"),
     "alpha": ({"lora_alpha": "much"}, "lora_alpha is no number"),
     "patterns": ({"rank_pattern": [3]}, "rank_pattern is no object"),
-    "expression": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
+    "expression": ({"alpha_pattern": {"(": 3}}, "cannot be matched"),
 }
 
 
