@@ -11,11 +11,11 @@ from typing import cast
 
 from kvlathe.base.adapters import CONFIG, WEIGHTS, Adapter
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.patterns import PatternError, Patterns
+from kvlathe.base.limited import LimitError
+from kvlathe.base.patterns import fullmatch
 from kvlathe.base.tokenizer_files import read_object
 from kvlathe.export.model.shards import PICKLES
 
-PATTERNS = Patterns()
 PLAIN = re.compile(r"[\w.]+")
 """Names that are hardly expressions: a point stands for itself or for any character."""
 Numbers = Mapping[str, float]
@@ -84,8 +84,8 @@ class LoraConfig:
 
     def _matches(self, expression: str, module: str) -> bool:
         try:
-            return PATTERNS.fullmatch(expression, module)
-        except PatternError as error:
+            return bool(fullmatch(expression, module))
+        except LimitError as error:
             raise unreadable(
                 self.path, f"{expression!r} cannot be matched: {error}"
             ) from error

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +22,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.limited import Limited
 from kvlathe.base.tokenizer_files import REPLACE, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "tokenizer_config.json"
 
 
+MOST_CHARACTERS = 1 << 24
+"""Of a prompt that a template writes."""
 GENERATION = {"generation"}
 
 
@@ -41,7 +46,7 @@ class Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def sandbox() -> ImmutableSandboxedEnvironment:
+def environment() -> ImmutableSandboxedEnvironment:
     """The environment that chat templates are written for: transformers' settings and
     helpers."""
     env = ImmutableSandboxedEnvironment(
@@ -68,6 +73,57 @@ def sandbox() -> ImmutableSandboxedEnvironment:
     names = cast("dict[str, object]", env.globals)
     names.update(raise_exception=refuse, strftime_now=now)
     return env
+
+
+@lru_cache(8)
+def _compiled(template: str) -> jinja2.Template:
+    return environment().from_string(template)
+
+
+def rendered(template: str, values: Mapping[str, object]) -> str:
+    """The text that a template makes of ``values``, computed here: ``Template.render``
+    does it within limits. Raises whatever the template does."""
+    pieces: list[str] = []
+    size = 0
+    for piece in _compiled(template).generate(**values):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise ValueError(f"it writes more than {MOST_CHARACTERS:,} characters")
+    return "".join(pieces)
+
+
+_rendered_within_limits = Limited(__name__, "rendered", seconds=5.0)
+
+
+class Template:
+    """A chat template: somebody else's program, which runs in a child that is ended where
+    it takes more than 5 s, or too much memory."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def render(self, **values: object) -> str:
+        """The prompt that it makes of ``values``, which JSON can hold. Raises LimitError
+        for whatever it raises, and beyond the limits."""
+        return str(_rendered_within_limits(self._text, values))
+
+
+class Sandbox:
+    """Makes templates that run within limits, as jinja2's environments make others.
+
+    >>> sandbox().from_string("Hello {{ name }}").render(name="you")
+    'Hello you'
+    """
+
+    def from_string(self, text: str) -> Template:
+        """A template. It is compiled where it runs."""
+        return Template(text)
+
+
+def sandbox() -> Sandbox:
+    """The place where chat templates run."""
+    return Sandbox()
 
 
 def chat_template(folder: Path) -> str | None:
@@ -129,11 +185,23 @@ def read_template(path: Path) -> str:
     return text
 
 
+def syntax_fault(template: str) -> str:
+    """A fault that jinja2 finds in a template; empty for none."""
+    try:
+        _compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception as error:  # nested too deep, for jinja2 or for Python
+        return str(error) or type(error).__name__
+    return ""
+
+
+check_syntax = Limited(__name__, "syntax_fault", seconds=5.0)
+"""The same in a child. Raises LimitError."""
+
+
 def _compile(template: str) -> None:
     """Raises ValueError, in words, where jinja2 cannot compile the template."""
-    try:
-        sandbox().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno}: {error.message}") from error
-    except Exception as error:  # nested too deep, for jinja2 or for Python
-        raise ValueError(str(error)) from error
+    compiled = check_syntax(template)
+    if compiled:
+        raise ValueError(compiled)

@@ -1,0 +1,98 @@
+"""Programs of strangers end: in time, within memory, and with their parent."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvlathe.base.chat_template import environment, read_template, sandbox
+from kvlathe.base.errors import KvlatheError
+from kvlathe.base.limited import Limited, LimitError
+
+BOMBS = {
+    "a power": "{{ 9**(9**9) }}",
+    "a long text": "{{ 'a' * 10**9 * 4 }}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "much text": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+}
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_never_ends_is_refused_in_words(name: str) -> None:
+    """At a build, which only compiles it, and at a request."""
+    began = time.monotonic()
+    check = Limited("kvlathe.base.chat_template", "syntax_fault", seconds=1.0)
+    with contextlib.suppress(LimitError):
+        check(BOMBS[name])  # jinja2 folds constants
+    render = Limited("kvlathe.base.chat_template", "rendered", seconds=1.0)
+    with pytest.raises(LimitError):
+        render(BOMBS[name], {"messages": []})
+    assert time.monotonic() - began < 30
+    assert render("{{ 1 + 1 }}", {}) == "2"  # the next one is none the worse
+
+
+def test_text_is_that_of_the_sandbox_whoever_asks() -> None:
+    turns = [{"role": "user", "content": "ä\u2028<'\"😀"}] * 3
+    expected = environment().from_string(CHATML).render(messages=turns)
+    found: list[str] = []
+
+    def ask() -> None:
+        found.append(sandbox().from_string(CHATML).render(messages=turns))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 8
+
+
+def test_words_that_a_template_raises_are_said() -> None:
+    with pytest.raises(LimitError, match="roles must alternate"):
+        template = sandbox().from_string(
+            "{{ raise_exception('roles must alternate') }}"
+        )
+        template.render()
+
+
+def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "template"
+    path.write_text("{% if %}")
+    with pytest.raises(KvlatheError, match="line 1"):
+        read_template(path)
+
+
+def test_a_child_that_was_killed_is_replaced() -> None:
+    root = Limited("math", "sqrt", seconds=10)
+    assert root(9.0) == 3
+    assert root._child is not None
+    root._child.kill()
+    root._child.wait()
+    assert root(16.0) == 4
+    with pytest.raises(LimitError, match=r"domain|nonnegative"):
+        root(-1.0)
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    program = (
+        "from kvlathe.base.limited import Limited; root = Limited('math', 'sqrt', 10.0);"
+        "print(root(4.0), root._child.pid, flush=True); import os; os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    answer, child = done.stdout.split()
+    assert answer == "2.0"
+    for _ in range(200):
+        alive = subprocess.run(["kill", "-0", child], capture_output=True)
+        if alive.returncode:
+            return
+        time.sleep(0.05)
+    pytest.fail("the child is still there")
