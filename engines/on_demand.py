@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kvlathe.base.console import log
 from kvlathe.base.hub import checkpoint_folder, model_name
@@ -49,7 +48,7 @@ def engine_of(named: Path, compression: str | None, backend: str, command: str) 
     return folder
 
 
-def asked(compression: str | None) -> Mapping[str, Any]:
+def asked(compression: str | None) -> Mapping[str, object]:
     """Fields of the config that say how much to remove."""
     if compression is not None:
         return {"compression": compression}

@@ -1,17 +1,61 @@
-"""A connection whose client must send its headers in time.
+"""A connection whose client must send its headers in time, and which gives way to others
+while it sends nothing.
 
-Uvicorn waits for them as long as the client likes. How long a body may take is the
+Uvicorn waits for headers as long as the client likes. How long a body may take is the
 gate's matter (gate.py).
+
+A process has so many files. Connections that wait are closed, the oldest first, before
+they take the last ones: whoever holds thousands of them stops nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
+import time
+from collections.abc import Mapping
+from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvlathe.base.console import log
+
 HEADER_SECONDS = 60.0
 """Most time that a client may take to send a request's headers."""
+
+
+SILENT_SECONDS = 60.0
+"""Between two lines in the log about too many connections."""
+SETTLE_SECONDS = 0.5
+"""Connections that are closed give their files back in this time."""
+RESERVE = 0.25
+"""Share of the files that no connection takes: engine, disk cache, those to come."""
+MOST_FILES = 1 << 16
+
+
+def raise_file_limit() -> int:
+    """Let the process have as many files as it may, 65,536 at most. Returns how many
+    connections leave enough for all else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(1, int(soft * (1 - RESERVE)))
+
+
+def out_of_files(
+    loop: asyncio.AbstractEventLoop, context: Mapping[str, object]
+) -> None:
+    """The event loop's handler of errors. It is asked thousands of times in a row where
+    a connection finds no file: then the ones that wait make room."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        if time.monotonic() - Connection.gave_way > SETTLE_SECONDS:
+            Connection.give_way(max(1, len(Connection.every) // 8))
+        return
+    loop.default_exception_handler(dict(context))
 
 
 class Connection(H11Protocol):
@@ -19,11 +63,37 @@ class Connection(H11Protocol):
     ``header_seconds``, counted from the end of what came before them."""
 
     header_seconds = HEADER_SECONDS
+    most: ClassVar[int] = 1 << 20
+    """Connections at a time."""
+    every: ClassVar[set[Connection]] = set()
+    gave_way: ClassVar[float] = 0.0
+    _idle: ClassVar[dict[Connection, None]] = {}
+    _told: ClassVar[float] = -SILENT_SECONDS
     _waiting: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def give_way(cls, count: int) -> None:
+        """Close the ``count`` connections that have waited longest. It is said once a
+        minute."""
+        cls.gave_way = time.monotonic()
+        for connection in list(cls._idle)[:count]:
+            connection._stop_waiting()
+            connection.transport.abort()
+        if time.monotonic() - cls._told > SILENT_SECONDS:
+            cls._told = time.monotonic()
+            log.warning(
+                "%d connections are open, and %d may be: those that wait longest are "
+                "closed (ulimit -n)",
+                len(cls.every),
+                cls.most,
+            )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.every.add(self)
         self._watch()
+        if len(self.every) > self.most:
+            self.give_way(1)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -35,6 +105,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.every.discard(self)
         self._stop_waiting()
 
     def _watch(self) -> None:
@@ -42,11 +113,13 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._waiting is None:
+            self._idle[self] = None
             self._waiting = self.loop.call_later(
                 self.header_seconds, self.transport.close
             )
 
     def _stop_waiting(self) -> None:
+        self._idle.pop(self, None)
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None

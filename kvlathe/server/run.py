@@ -28,7 +28,7 @@ from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS
 from kvlathe.server.app import create_app
-from kvlathe.server.connection import Connection
+from kvlathe.server.connection import Connection, out_of_files, raise_file_limit
 from kvlathe.server.gate import BODY_SECONDS
 from kvlathe.server.metrics import Metrics
 
@@ -103,6 +103,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
+        if counter == 0:
+            asyncio.get_running_loop().set_exception_handler(out_of_files)
         if self.fault:  # those who wait are told so already
             self.should_exit = True
         if self._until is not None:
@@ -215,6 +217,7 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
     # answer up for a tenth of a second.
     gc.collect()
     gc.freeze()
+    Connection.most = raise_file_limit()
     with engine:
         say_what_is_served(llm, settings)
         bound.listen(BACKLOG)  # who reads the next line may connect

@@ -195,6 +195,35 @@ def test_a_lost_gpu_ends_the_server_once_everybody_is_told(folder: Path) -> None
     assert "Traceback" not in said.rpartition("error:")[2]
 
 
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from kvlathe.cli import main
+sys.argv[1:] = ["serve", *sys.argv[1:]]
+main.main()
+"""
+
+
+def test_idle_connections_beyond_the_files_stop_nobody(folder: Path) -> None:
+    """They are closed, the oldest first, and one line says so."""
+    options = ["--port", "0", "--threads", "1", "--cache-size", "16M"]
+    with running(["-c", FEW_FILES, str(folder), *options]) as (server, url):
+        parsed = httpx.URL(url)
+        assert parsed.port
+        place = (parsed.host, parsed.port)
+        held = [socket.create_connection(place) for _ in range(150)]
+        for _ in range(3):
+            assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+            time.sleep(0.5)
+        for connection in held:
+            connection.close()
+        server.terminate()
+        assert server.wait(60) == 0 and server.stderr
+        said = server.stderr.read()
+    assert said.count("those that wait longest are closed") == 1
+    assert "Traceback" not in said and len(said) < 4000
+
+
 def test_a_port_in_use_is_refused_in_one_line_before_anything_is_loaded(
     tmp_path: Path,
 ) -> None:
