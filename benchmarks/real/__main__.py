@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -31,16 +34,25 @@ from benchmarks.real import samples as asked
 from benchmarks.real import tables
 from benchmarks.real.asking import Asker
 from benchmarks.real.engines import ROWS, build, folder_of
-from benchmarks.real.results import Results
+from benchmarks.real.results import References, Results
 from benchmarks.real.samples import Sample
 from benchmarks.real.scoring import score
 from benchmarks.support.commands import DATA
+from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
 
 PATH = click.Path(path_type=Path)
 row_option = click.option(
     "--row", "rows", multiple=True, default=ROWS, help="By default, all."
 )
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def loading_options(command: Command) -> Command:
+    """Give a command what an engine is loaded with."""
+    threads = click.option("--threads", type=int)
+    return threads(click.option("--cache-bytes", type=int)(command))
 
 
 @click.group(help=(__doc__ or "").partition("\n")[0])
@@ -108,49 +120,59 @@ def answer_samples(checkpoint: Path, samples: Path, new: int) -> None:
 @click.argument("samples", type=PATH)
 @click.argument("results", type=PATH)
 @row_option
-@click.option("--threads", type=int)
+@loading_options
 @click.option("--count", type=int, help="Only the first samples of each task.")
-@click.option("--seconds", type=float, help="Begin no row after so many seconds.")
+@click.option("--seconds", type=float, help="Begin nothing after so many seconds.")
+@click.option("--beside", type=PATH, help="Results that have the row none.")
 def ask(
     engines: Path,
     samples: Path,
     results: Path,
     rows: tuple[str, ...],
-    threads: int | None,
     count: int | None,
     seconds: float | None,
+    beside: Path | None,
+    **loading: int | None,
 ) -> None:
-    """Answer samples by the engine of every row, and score them."""
+    """Answer samples by the engine of every row, and score them. The first samples of
+    all tasks come first, so that a run that is cut off has some of each."""
     wanted = [s for s in asked.read(samples) if count is None or s.number < count]
-    found = store.Results(results)
+    wanted.sort(key=lambda sample: sample.number)
+    found = Results(results)
+    references = store.uncompressed(found, Results(beside) if beside else found)
     until = math.inf if seconds is None else time.monotonic() + seconds
     for row in rows:
+        if not folder_of(engines, row).exists():
+            click.echo(f"{row} has no engine in {engines}", err=True)
+            continue
         left = [s for s in wanted if (row, s.task, s.number) not in found.known]
-        if left and time.monotonic() < until and folder_of(engines, row).exists():
-            with _loaded(engines, row, threads) as llm:
-                _answer(Asker(llm), row, left, found, until)
+        if left and time.monotonic() < until:
+            with _loaded(engines, row, loading) as llm:
+                _answer(Asker(llm), row, left, found, references, until)
         _say(found, row)
 
 
 def _answer(
-    asker: Asker, row: str, left: list[Sample], found: Results, until: float
+    asker: Asker,
+    row: str,
+    left: list[Sample],
+    found: Results,
+    references: References,
+    until: float,
 ) -> None:
     """Record the answers to samples that have none yet, as they come."""
     for sample, answer in asker.answers(left):
-        first = found.known.get((store.UNCOMPRESSED, sample.task, sample.number))
-        reference = first.ids if first else ()
-        if row == store.UNCOMPRESSED:
-            reference = answer.ids
-        kept = (
-            answer.ids if sample.check == "parting" and reference is answer.ids else ()
-        )
+        first = sample.check == "parting" and row == store.UNCOMPRESSED
+        if first:
+            references[sample.task, sample.number] = tuple(answer.ids)
+        reference = references.get((sample.task, sample.number), ())
         record = store.Record(
             *(row, sample.task, sample.number),
             score=score(sample, answer.text, answer.ids, reference),
             bits=round(answer.bits, 4),
             tokens=answer.tokens,
             text=answer.text,
-            ids=tuple(kept),
+            ids=reference if first else (),
         )
         found.append(record)
         if time.monotonic() > until:
@@ -164,7 +186,7 @@ def _answer(
 @click.option("--length", "lengths", multiple=True, default=(2048, 8192, 32768))
 @click.option("--count", default=8, show_default=True, help="Windows of each length.")
 @click.option("--text", type=PATH, default=DATA / "eval_text.jsonl")
-@click.option("--threads", type=int)
+@loading_options
 def perplexity(
     engines: Path,
     results: Path,
@@ -172,14 +194,14 @@ def perplexity(
     lengths: tuple[int, ...],
     count: int,
     text: Path,
-    threads: int | None,
+    **loading: int | None,
 ) -> None:
     """Measure the loss of text behind contexts of every length that an engine takes."""
-    found = store.Results(results)
+    found = Results(results)
     for row in rows:
         if not folder_of(engines, row).exists():
             continue
-        with _loaded(engines, row, threads) as llm:
+        with _loaded(engines, row, loading) as llm:
             for length in lengths:
                 if length <= llm.limits.max_input_len:
                     _windows(Asker(llm), row, found, text, length, count)
@@ -225,11 +247,15 @@ def show_tables(
         click.echo(f"{page}: {', '.join(tables.write(page, model, found))}")
 
 
-def _loaded(engines: Path, row: str, threads: int | None) -> LLM:
+def _loaded(engines: Path, row: str, loading: Mapping[str, int | None]) -> LLM:
     """The engine of a row. Only plans that compact contexts keep prefixes."""
-    folder = folder_of(engines, row)
-    share = "kvzip" in row
-    return LLM.load(folder, threads=threads, share_prefixes=share, verify=False)
+    return LLM.load(
+        folder_of(engines, row),
+        threads=loading["threads"],
+        cache_bytes=loading["cache_bytes"],
+        share_prefixes="kvzip" in row,
+        verify=False,
+    )
 
 
 def _say(found: Results, row: str) -> None:
@@ -243,4 +269,7 @@ def _say(found: Results, row: str) -> None:
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m benchmarks.real")
+    try:
+        main(prog_name="python -m benchmarks.real")
+    except KvlatheError as error:
+        sys.exit(str(error))

@@ -74,6 +74,20 @@ def _read(path: Path) -> list[Record]:
     return records
 
 
+References = dict[tuple[str, int], tuple[int, ...]]
+"""Task and number of a sample -> the tokens of its uncompressed answer."""
+
+
+def uncompressed(*sources: Results) -> References:
+    """The answers' tokens that records of the uncompressed engine keep."""
+    return {
+        (record.task, record.number): record.ids
+        for source in sources
+        for record in source.records
+        if record.row == UNCOMPRESSED and record.ids
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """The scores of one row in one task, by sample, and the mean bits of a number."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Check = Literal["contains", "program", "parting"]
 
@@ -20,8 +20,11 @@ Check = Literal["contains", "program", "parting"]
 class Checkpoint(Protocol):
     """A tokenizer, as far as samples are written with it: kvlathe's own."""
 
-    special: dict[str, str]
-    chat_template: str | None
+    @property
+    def special(self) -> dict[str, str]: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -67,10 +70,10 @@ def read(path: Path) -> list[Sample]:
         return [_sample(json.loads(line)) for line in file]
 
 
-def _sample(row: dict[str, object]) -> Sample:
+def _sample(row: dict[str, Any]) -> Sample:
     """JSON has no tuples."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return Sample(**values)  # type: ignore[arg-type]
+    return Sample(**values)
 
 
 def split(
@@ -98,7 +101,7 @@ def contained(text: str, answers: Iterable[str]) -> float:
     return sum(answer in text.lower() for answer in wanted) / len(wanted)
 
 
-def parting(answer: list[int], reference: list[int]) -> int:
+def parting(answer: Sequence[int], reference: Sequence[int]) -> int:
     """Tokens before the first that differs."""
     pairs = enumerate(zip(answer, reference, strict=False))
     differs = (place for place, (own, other) in pairs if own != other)

@@ -10,7 +10,7 @@ from kvlathe.base.errors import KvlatheError
 
 
 def score(
-    sample: Sample, text: str, ids: Sequence[int], reference: Sequence[int] | None
+    sample: Sample, text: str, ids: Sequence[int], reference: Sequence[int]
 ) -> float:
     """The score of an answer. ``reference``: the tokens of the uncompressed one, for
     answers that are compared with it."""
