@@ -15,7 +15,6 @@ record is appended to RESULTS as it is measured; what is there is not asked agai
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -262,10 +261,7 @@ def _say(found: Results, row: str) -> None:
     """One JSON line for each cell of a row."""
     for cell in store.cells(found.records):
         if cell.row == row:
-            mean = store.Mean.of(list(cell.scores.values()))
-            said = {"row": row, "task": cell.task, "bits": round(cell.bits, 2)}
-            said |= {"score": round(mean.value, 4), "error": round(mean.error, 4)}
-            click.echo(json.dumps(said | {"samples": mean.count}))
+            click.echo(store.said(cell))
 
 
 if __name__ == "__main__":

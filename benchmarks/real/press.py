@@ -15,7 +15,6 @@ they are counted as if they did.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.real import samples as asked
-from benchmarks.real.results import Mean, Record, Results, cells
+from benchmarks.real.results import Record, Results, cells, said
 from benchmarks.real.samples import Sample, contained
 
 PRESSES = {
@@ -43,7 +42,7 @@ class Pressing:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype)
         )
         self.kvpress, self.torch = kvpress, torch
@@ -112,9 +111,7 @@ def main(
             if (row, sample.task, sample.number) not in found.known:
                 found.append(pressing.record(row, sample, press, ratio))
     for cell in cells(found.records):
-        mean = Mean.of(list(cell.scores.values()))
-        said = {"row": cell.row, "task": cell.task, "bits": round(cell.bits, 2)}
-        print(json.dumps(said | {"score": mean.value, "error": mean.error}))
+        print(said(cell))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,15 @@ def differences(cell: Cell, reference: Cell) -> list[float]:
     return [cell.scores[number] - reference.scores[number] for number in sorted(both)]
 
 
+def said(cell: Cell) -> str:
+    """A cell as a line of JSON, which has no NaN."""
+    mean = Mean.of(list(cell.scores.values()))
+    known = None if math.isnan(mean.error) else round(mean.error, 4)
+    words = {"row": cell.row, "task": cell.task, "bits": round(cell.bits, 2)}
+    words |= {"score": round(mean.value, 4), "error": known, "samples": mean.count}
+    return json.dumps(words)
+
+
 def save(path: Path, model: str, found: Sequence[Cell]) -> None:
     """Write cells as JSON, one a line."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,9 @@ def read(path: Path) -> list[Sample]:
 
 def _sample(row: dict[str, Any]) -> Sample:
     """JSON has no tuples."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    values = dict(row)
+    for name in ("answers", "stop", "program"):
+        values[name] = tuple(row[name])
     return Sample(**values)
 
 
