@@ -260,7 +260,8 @@ class Staged:
         return count == self.left
 
     def completes(self, cached: int, count: int, length: int) -> bool:
-        return self.sees_logits and count == self.left
+        ends = self.sees_logits and count == self.left
+        return ends and length == self.tokens  # else known tokens come behind it
 
     def enter(self, step: StepPlan, place: int, tokens: Sequence[int]) -> PassRows:
         """Ids and positions are those of the rows that are still there."""

@@ -82,6 +82,13 @@ def leads_somewhere(page: Path, target: str) -> bool:
     return file.exists() and (not anchor or anchor in anchors(file))
 
 
+def file_of(module: str) -> str:
+    """The file that ``python -m MODULE`` runs: of a package, its __main__.py."""
+    name = module.replace(".", "/")
+    package = f"{name}/__main__.py"
+    return package if package in tails() else f"{name}.py"
+
+
 def missing_files(page: Path) -> list[str]:
     """Names of source files on a page that no file of the repository has.
 
@@ -90,7 +97,7 @@ def missing_files(page: Path) -> list[str]:
     """
     text = page.read_text(encoding="utf-8")
     names = set(COMMAND.findall(text))
-    names |= {f"{name.replace('.', '/')}.py" for name in MODULE.findall(text)}
+    names |= {file_of(name) for name in MODULE.findall(text)}
     names |= {name for name in SOURCE.findall(FENCE.sub("", text)) if "*" not in name}
     names = {name.removeprefix("../").removeprefix("./") for name in names}
     return sorted(name for name in names - tails() - OTHERS if "{" not in name)

@@ -23,6 +23,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Pass, Stage
 from kvlathe.plan.token_score import ObservationWindow
 from kvlathe.runtime.native import library as native
+from kvlathe.runtime.scheduling.prompt import Staged
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
 from kvlathe.runtime.sessions.host.passes import HostRows, survivors
@@ -75,6 +76,12 @@ def test_stages_that_lose_no_token_of_a_prompt_are_one_pass() -> None:
         Pass(0, 1, 500),
         Pass(1, 3, 64),
     )
+
+
+def test_a_prompt_chooses_no_token_at_its_end_where_the_next_is_known() -> None:
+    path = Staged(staged(*THREE), 60, 64)
+    assert path.completes(0, 60, 60)
+    assert not path.completes(0, 60, 61)
 
 
 def test_the_parts_of_a_plan_are_laid_out_as_the_whole() -> None:
