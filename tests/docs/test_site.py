@@ -1,4 +1,5 @@
-"""The site builds without a warning, and holds the API reference."""
+"""The site builds without a warning, holds the API reference, and shows no Markdown
+that was not rendered."""
 
 from __future__ import annotations
 
@@ -9,18 +10,69 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, name_of
 
 MISSING = [
     name for name in ("mkdocs", "material", "mkdocstrings") if not util.find_spec(name)
 ]
+needs_mkdocs = pytest.mark.skipif(
+    bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install '.[docs]'"
+)
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+"""Every page of the site, those of the past too."""
+
+
+@needs_mkdocs
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_raw_markup_is_left_in_a_rendered_page(page: Path) -> None:
+    from tests.docs.rendered import configured, raw_markup, render
+
+    assert not raw_markup(render(page.read_text(encoding="utf-8"), configured()))
+
+
+UNLIKE = [
+    ("Two kinds:\n- one\n- two\n\nThe end.", "<li>two</li>"),
+    ("Steps:\n1. one\n2. two", "<ol>"),
+    ("Said:\n| a | b |\n|---|---|\n| 1 | 2 |", "<td>2</td>"),
+    ("| a | b |\n|---|---|\n| `x=1\\|2` | 3 |", "<code>x=1|2</code>"),
+    ("```python file=a.py\nx = 1\n```", "<pre>"),
+]
+"""Markdown that Python-Markdown reads unlike GitHub, and HTML that both should make."""
+
+
+@needs_mkdocs
+@pytest.mark.parametrize(("page", "html"), UNLIKE)
+def test_what_python_markdown_reads_unlike_github_is_read_alike(
+    page: str, html: str
+) -> None:
+    import markdown
+
+    from tests.docs.rendered import configured, raw_markup, render
+
+    assert html in render(page, configured())
+    alone = markdown.markdown(page, extensions=["tables", "fenced_code"])
+    assert html not in alone
+    assert "file=" in alone or raw_markup(alone)
+
+
+@needs_mkdocs
+def test_code_is_not_read_as_lists_or_tables() -> None:
+    from tests.docs.rendered import hook
+
+    same = hook("github").as_python_markdown
+    for code in (
+        "```\nwords\n- one\n| a |\n|---|\n```",
+        "words\n\n    x\n    - one\n    | a | b |\n    |---|---|\n",
+        "- one\n  goes on\n- two\n  - inner",
+    ):
+        assert same(code) == code
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install '.[docs]'"
-)
+@needs_mkdocs
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    from tests.docs.rendered import raw_markup
+
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     done = subprocess.run(
         [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
@@ -28,3 +80,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "api" / "plan.html").read_text(encoding="utf-8")
     assert 'id="kvlathe.plan.plan.CompressionPlan"' in reference
+    pages = [page for page in tmp_path.rglob("*.html") if page.parent.name != "api"]
+    raw = {page: raw_markup(page.read_text(encoding="utf-8")) for page in pages}
+    assert len(pages) > len(PAGES) / 2 and not any(raw.values()), raw
