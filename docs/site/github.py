@@ -1,22 +1,32 @@
-"""A hook of mkdocs: pages are read as GitHub reads them.
+"""A hook of mkdocs: pages are read as GitHub reads them, and links say titles.
 
 GitHub and Python-Markdown, which renders the site, differ in four places that pages
 need. On GitHub a list or a table may follow a paragraph without an empty line, a code
 span in a table writes ``|`` as ``\\|``, and a code fence may name more than its
 language.
+
+In the repository a link is named after its file. On the site it has the page's title.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from mkdocs.structure.pages import Page
+
+DOCS = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"(```+|~~~+)(\w*)(.*)")
 ITEM = re.compile(r"[-*+] |1[.)] ")
 """Starts a list, also right after a paragraph."""
 DELIMITERS = re.compile(r"\|?[ :|-]*-[ :|-]*\|[ :|-]*")
 """The line between a table's head and its rows."""
 CODE = re.compile(r"(`+)(.+?)\1")
+NAMED = re.compile(r"\[[\w/.-]+\.md\]\(([\w/.-]+\.md)((?:#[\w-]+)?)\)")
+"""A link to a page, or a part of it, that is named after a file."""
+SHORT = re.compile(r":\s|, and ")
+"""What follows in a title says it again, at length."""
 
 
 def as_python_markdown(page: str) -> str:
@@ -25,9 +35,23 @@ def as_python_markdown(page: str) -> str:
     return "\n".join(_lines(page.split("\n")))
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def titled(page: str, folder: Path) -> str:
+    """The Markdown of a page in ``folder``, with titles of pages for names of files."""
+
+    def link(found: re.Match[str]) -> str:
+        target = folder / found[1]
+        if not target.is_file():
+            return found[0]  # mkdocs says what is wrong with it
+        heading = target.read_text(encoding="utf-8").partition("\n")[0]
+        return f"[{SHORT.split(heading.lstrip('# '))[0]}]({found[1]}{found[2]})"
+
+    return NAMED.sub(link, page)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Called by mkdocs before it renders a page."""
-    return as_python_markdown(markdown)
+    folder = (DOCS / page.file.src_uri).parent
+    return as_python_markdown(titled(markdown, folder))
 
 
 def _lines(lines: list[str]) -> Iterator[str]:

@@ -68,6 +68,29 @@ def test_code_is_not_read_as_lists_or_tables() -> None:
         assert same(code) == code
 
 
+@needs_mkdocs
+def test_links_to_pages_say_titles() -> None:
+    from tests.docs.rendered import hook
+
+    page = "See [auto.md](auto.md#x), [that](auto.md) and [extending/gone.md](gone.md)."
+    assert hook("github").titled(page, ROOT / "docs") == page.replace(
+        "[auto.md](auto.md#x)", "[auto](auto.md#x)"
+    )
+
+
+@needs_mkdocs
+def test_examples_of_docstrings_are_code_and_shapes_no_links() -> None:
+    from tests.docs.rendered import hook
+
+    lines = hook("shapes").as_markdown(
+        "Rows [token][rank].\n\n>>> f(1)\n[('a', 1), ('b', 2)]\n\nMore.\n>>> g()"
+    )
+    assert list(lines) == [
+        *("Rows [token]\\[rank].", "", "```pycon", ">>> f(1)"),
+        *("[('a', 1), ('b', 2)]", "```", "", "More.", "```pycon", ">>> g()", "```"),
+    ]
+
+
 @pytest.mark.nightly
 @needs_mkdocs
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
