@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then runs every check: linter, formatting, types, tests. Arguments go to pytest.
+# With --quick each test that is not slow runs once, with its first parameters, and no Triton server is set up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case " $* " in
+*" --quick "*) quick=1 length="about 4 minutes on two cores" ;;
+*) quick='' length="about 25 minutes on two cores; --quick takes about 4" ;;
+esac
+echo "running every check, once set up: $length" >&2
 scripts/setup.sh
-scripts/triton_env.sh || echo "going on without a Triton server: the tests that call one are skipped" >&2
+[ -n "$quick" ] || scripts/triton_env.sh || echo "going on without a Triton server: the tests that call one are skipped" >&2
 case " $* " in *nightly*) scripts/dynamo_env.sh || echo "going on without Dynamo: the tests that start one are skipped" >&2 ;; esac
 case " $* " in *nightly*) scripts/clients_env.sh || echo "going on without LangChain and pydantic-ai: the test of both is skipped" >&2 ;; esac
 workers=${TEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count OMP_NUM_THREADS

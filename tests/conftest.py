@@ -32,6 +32,30 @@ EXIT_SECONDS = 120
 _stderr = 2
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="each test that is not slow once, with its first parameters",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """With --quick a law is tried once: the first parameters of its test stay."""
+    if not config.getoption("--quick"):
+        return
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        law = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None:
+            kept.setdefault(law, item)
+    first = set(kept.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in first])
+    items[:] = kept.values()
+
+
 def pytest_configure() -> None:
     """Nothing is captured yet, and no worker has started."""
     global _stderr
