@@ -17,8 +17,14 @@ from hypothesis import HealthCheck, settings
 from kvlathe.engines import measuring
 from tests.support.made_once import run_folder
 
+QUICK_EXAMPLES = 20
+"""Examples of a law that names no number of its own, with --quick; else 100."""
+
 settings.register_profile(
     "kvlathe", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "kvlathe-quick", settings.get_profile("kvlathe"), max_examples=QUICK_EXAMPLES
 )
 settings.load_profile("kvlathe")
 """A machine with other work may take any time for an example."""
@@ -56,8 +62,10 @@ def pytest_collection_modifyitems(
     items[:] = kept.values()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Nothing is captured yet, and no worker has started."""
+    if config.getoption("--quick"):
+        settings.load_profile("kvlathe-quick")
     global _stderr
     _stderr = os.dup(_stderr)
     run_folder()

@@ -313,7 +313,7 @@ def test_shorter_sequences_and_smaller_steps_than_the_engine_was_built_for(
     ],
 )
 def test_limits_that_an_engine_cannot_keep_are_refused(
-    folder: Path, limit: dict[str, int], said: str
+    folder: Path, limit: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
         LLM.load(folder, **limit)
