@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, name_of
+from tests.support.browser import CHROMIUM, browsing
 
 MISSING = [
     name for name in ("mkdocs", "material", "mkdocstrings") if not util.find_spec(name)
@@ -42,7 +43,7 @@ UNLIKE = [
 
 @needs_mkdocs
 @pytest.mark.parametrize(("page", "html"), UNLIKE)
-def test_what_python_markdown_reads_unlike_github_is_read_alike(
+def test_lists_tables_and_fences_are_read_as_github_reads_them(
     page: str, html: str
 ) -> None:
     import markdown
@@ -91,18 +92,39 @@ def test_examples_of_docstrings_are_code_and_shapes_no_links() -> None:
     ]
 
 
-@pytest.mark.nightly
-@needs_mkdocs
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    from tests.docs.rendered import raw_markup
-
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     done = subprocess.run(
-        [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+        [*command, str(folder)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "api" / "plan.html").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.mark.nightly
+@needs_mkdocs
+@pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
+def test_pages_of_the_site_fit_a_screen_and_a_phone(site: Path, tmp_path: Path) -> None:
+    with browsing(tmp_path) as page:
+        for name in ("index", "recipes", "migrating", "methods", "cli"):
+            for width in (1280, 390):
+                page.looks(width, 900)
+                page.open((site / f"{name}.html").as_uri())
+                wide = page.evaluate("document.documentElement.scrollWidth")
+                assert wide <= width, (name, width)
+        assert not page.errors
+
+
+@pytest.mark.nightly
+@needs_mkdocs
+def test_the_site_holds_the_reference_and_no_raw_markup(site: Path) -> None:
+    from tests.docs.rendered import raw_markup
+
+    reference = (site / "api" / "plan.html").read_text(encoding="utf-8")
     assert 'id="kvlathe.plan.plan.CompressionPlan"' in reference
-    pages = [page for page in tmp_path.rglob("*.html") if page.parent.name != "api"]
+    pages = [page for page in site.rglob("*.html") if page.parent.name != "api"]
     raw = {page: raw_markup(page.read_text(encoding="utf-8")) for page in pages}
     assert len(pages) > len(PAGES) / 2 and not any(raw.values()), raw
