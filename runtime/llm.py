@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +56,18 @@ from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS, Speculatio
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_shards
-from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.settings import (
+    Lower,
+    check_counts,
+    lowered,
+    memory_share,
+    refuse_shards,
+)
+from kvlathe.runtime.text.sampling_params import (
+    SamplingFields,
+    SamplingParams,
+    made_of,
+)
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
@@ -65,6 +75,22 @@ Params = SamplingParams | Items[SamplingParams] | None
 """One for all prompts, one for each, or None: the defaults."""
 SAVE_SECONDS = 10.0
 """Most time for which an LLM that closes writes shared prefixes to disk."""
+
+
+P = TypeVar("P")
+
+
+def asked(params: P, fields: SamplingFields) -> P | SamplingParams:
+    """``params``, or those that ``fields`` say. Raises KvlatheError for both at once."""
+    if not fields:
+        return params
+    if params is not None:
+        raise KvlatheError(
+            f"{', '.join(fields)} came beside params",
+            "SamplingParams holds all that is asked for",
+            "give one or the other",
+        )
+    return made_of(fields)
 
 
 class LLM(ClosesAtExit):
@@ -126,6 +152,8 @@ class LLM(ClosesAtExit):
         gpu_memory_utilization: float = devices.GPU_MEMORY_UTILIZATION,
         stores: StoreSizes | None = None,
         tensor_parallel_size: int = 1,
+        max_seq_len: int | None = None,
+        max_num_tokens: int | None = None,
     ) -> LLM:
         """Load an engine folder.
 
@@ -138,8 +166,9 @@ class LLM(ClosesAtExit):
         ``share_prefixes``: requests that have ended leave their pages to later ones that
             begin alike, until room is needed; None: where the plan allows it.
         ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
-        ``max_batch_size``: sequences that run at once, at most and by default the
-            engine's.
+        ``max_batch_size``: sequences that run at once, ``max_seq_len``: tokens of the
+            longest, ``max_num_tokens``: tokens of a step; at most and by default the
+            engine's. Lower ones need less cache.
         ``stores``: places for shared prefixes whose pages were needed (docs/travel.md).
         ``tensor_parallel_size``: GPUs to use (docs/scale.md), each with ``cache_bytes``.
 
@@ -153,7 +182,10 @@ class LLM(ClosesAtExit):
         )
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
-        limits = lowered(opened.manifest.limits, max_batch_size)
+        wanted_limits = Lower(max_batch_size, max_seq_len, max_num_tokens)
+        limits = lowered(
+            opened.manifest.limits, opened.plan.prefill_chunk, wanted_limits
+        )
         manifest = dataclasses.replace(opened.manifest, limits=limits)
         log.info("loading %s", folder)
         wanted = Wanted(
@@ -231,23 +263,31 @@ class LLM(ClosesAtExit):
 
     # -- text --------------------------------------------------------------------------
     def generate(
-        self, prompts: Prompt | Items[Prompt], params: Params = None
+        self,
+        prompts: Prompt | Items[Prompt],
+        params: Params = None,
+        **fields: Unpack[SamplingFields],
     ) -> list[Answer]:
         """Answers in the order of ``prompts`` (texts or token ids), computed together
-        in packed steps. More than max_batch_size prompts take turns.
+        in packed steps. More than max_batch_size prompts take turns. ``fields``, those
+        of SamplingParams, may be given in place of ``params``: here and in the methods
+        below.
 
         Raises KvlatheError before anything runs if a prompt is empty, too long or no
         prompt; what ended one answer early ends all.
         """
-        sequences = self._batch(prompts, params)
+        sequences = self._batch(prompts, asked(params, fields))
         self.thread.wait(self.thread.submit(sequences))
         return [Answer.of(sequence) for sequence in sequences]
 
     async def agenerate(
-        self, prompts: Prompt | Items[Prompt], params: Params = None
+        self,
+        prompts: Prompt | Items[Prompt],
+        params: Params = None,
+        **fields: Unpack[SamplingFields],
     ) -> list[Answer]:
         """``generate`` in asyncio. Cancelling the task cancels the request."""
-        sequences = self._batch(prompts, params)
+        sequences = self._batch(prompts, asked(params, fields))
         async with aclosing(self._deltas(sequences)) as stream:
             async for delta in stream:
                 if delta.error:
@@ -255,12 +295,16 @@ class LLM(ClosesAtExit):
         return [Answer.of(sequence) for sequence in sequences]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Generator[str, None, Answer]:
         """The answer's text in pieces of whole characters, as they come. The generator
         returns the whole answer. Closing it early cancels the request."""
         self.thread.refuse_own_thread()
-        sequence = self.sequence(self.encode(prompt), params or SamplingParams())
+        own = asked(params, fields) or SamplingParams()
+        sequence = self.sequence(self.encode(prompt), own)
         inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         request = self.thread.submit([sequence], inbox.put)
         try:
@@ -275,10 +319,13 @@ class LLM(ClosesAtExit):
         return Answer.of(sequence)
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> AsyncGenerator[str, None]:
         """``stream`` in asyncio. Leaving the loop early cancels the request."""
-        sequences = self._batch([prompt], params)
+        sequences = self._batch([prompt], asked(params, fields))
         async with aclosing(self._deltas(sequences)) as stream:
             async for delta in stream:
                 if delta.error:
@@ -287,14 +334,17 @@ class LLM(ClosesAtExit):
                     yield delta.text
 
     def chat(
-        self, messages: Items[dict[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: Items[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Answer:
         """The answer to ``messages`` ({"role": ..., "content": ...}) through the
         checkpoint's chat template."""
         prompt = self.tokenizer.encode(
             self.tokenizer.chat_prompt(messages), add_special_tokens=False
         )
-        return self.generate([prompt], params)[0]
+        return self.generate([prompt], asked(params, fields))[0]
 
     # -- prefixes ----------------------------------------------------------------------
     def compact(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
@@ -31,18 +31,55 @@ def memory_share(value: float) -> float:
     )
 
 
-def lowered(limits: Limits, max_batch_size: int | None) -> Limits:
-    """``limits`` with a smaller batch. Raises KvlatheError for a larger one."""
-    if max_batch_size is None:
-        return limits
-    whole = is_number(max_batch_size, whole=True)
-    if not whole or not 1 <= max_batch_size <= limits.max_batch_size:
-        raise KvlatheError(
-            f"the engine cannot run {max_batch_size} sequences at once",
-            f"it was built for 1 to {limits.max_batch_size}",
-            "give a number in between, or build the engine with a larger one",
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """Limits below those that an engine was built for; None: the engine's own."""
+
+    max_batch_size: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+
+
+def lowered(limits: Limits, chunk: int, wanted: Lower) -> Limits:
+    """``limits``, lower where ``wanted`` says so. ``chunk``: tokens of a prompt that
+    pass at once. Raises KvlatheError for what is above the engine's limits, and for
+    steps too small for a chunk or for a token of every sequence."""
+    batch = _at_most(
+        limits.max_batch_size,
+        wanted.max_batch_size,
+        "the engine cannot run {} sequences at once",
+    )
+    longest = _at_most(
+        limits.max_seq_len,
+        wanted.max_seq_len,
+        "the engine cannot hold sequences of {} tokens",
+    )
+    tokens = _at_most(
+        limits.max_num_tokens,
+        wanted.max_num_tokens,
+        "the engine cannot take {} tokens in a step",
+        least=min(limits.max_num_tokens, max(chunk, batch)),
+    )
+    return Limits(batch, tokens, min(limits.max_input_len, longest), longest)
+
+
+def _at_most(most: int, wanted: int | None, fact: str, least: int = 1) -> int:
+    """``wanted``, or ``most`` where nothing was asked for."""
+    if wanted is None:
+        return most
+    if is_number(wanted, whole=True) and least <= wanted <= most:
+        return int(wanted)
+    asked = fact.format(f"{wanted!r:.60}")
+    if least == 1:
+        reason = f"it was built for 1 to {most}"
+        remedy = "give a number in between, or build the engine with a larger one"
+    else:
+        reason = (
+            "a step holds a whole chunk of a prompt and a token of every sequence, and "
+            f"what the engine was built for: {least:,} to {most:,}"
         )
-    return dataclasses.replace(limits, max_batch_size=max_batch_size)
+        remedy = "give a number in between, or fewer sequences"
+    raise KvlatheError(asked, reason, remedy)
 
 
 def refuse_shards(plan: CompressionPlan) -> None:

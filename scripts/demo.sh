@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs the main job on the shipped model: build, generate, evaluate, one table.
+# Sets up what it needs and is missing, then runs the main job on the shipped model: build, generate, evaluate, one table.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh --demo
 exec .venv/bin/python scripts/demo.py "$@"

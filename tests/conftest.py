@@ -17,8 +17,14 @@ from hypothesis import HealthCheck, settings
 from kvlathe.engines import measuring
 from tests.support.made_once import run_folder
 
+QUICK_EXAMPLES = 20
+"""Examples of a law that names no number of its own, with --quick; else 100."""
+
 settings.register_profile(
     "kvlathe", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "kvlathe-quick", settings.get_profile("kvlathe"), max_examples=QUICK_EXAMPLES
 )
 settings.load_profile("kvlathe")
 """A machine with other work may take any time for an example."""
@@ -32,8 +38,34 @@ EXIT_SECONDS = 120
 _stderr = 2
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="each test that is not slow once, with its first parameters",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """With --quick a law is tried once: the first parameters of its test stay."""
+    if not config.getoption("--quick"):
+        return
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        law = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None:
+            kept.setdefault(law, item)
+    first = set(kept.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in first])
+    items[:] = kept.values()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Nothing is captured yet, and no worker has started."""
+    if config.getoption("--quick"):
+        settings.load_profile("kvlathe-quick")
     global _stderr
     _stderr = os.dup(_stderr)
     run_folder()

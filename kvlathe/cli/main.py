@@ -32,11 +32,15 @@ from kvlathe.cli import run as cli_run
 from kvlathe.cli import serve as cli_serve
 from kvlathe.cli import show as cli_show
 from kvlathe.cli import triton as cli_triton
+from kvlathe.cli.groups import Grouped
 
 EPILOG = """\b
 A first engine:
   kvlathe build --model models/lathe-5m --output-dir out/fdc --compression fdc --removal-rate 0.15
   kvlathe generate out/fdc --prompt "def main():" --max-new-tokens 64
+
+The documentation is in docs/ of the source, and begins with docs/index.md. Flags of
+vLLM, llama.cpp and trtllm-build are translated in docs/migrating.md.
 """
 
 
@@ -46,6 +50,7 @@ def spelling(name: str) -> str:
 
 
 @click.group(
+    cls=Grouped,
     context_settings={
         "token_normalize_func": spelling,
         "help_option_names": ["-h", "--help"],
@@ -53,7 +58,7 @@ def spelling(name: str) -> str:
     },
     epilog=EPILOG,
 )
-@click.version_option(__version__, prog_name="kvlathe")
+@click.version_option(__version__, "-V", "--version", prog_name="kvlathe")
 def cli() -> None:
     """Compress the KV cache of a decoder LLM, export it as an engine, run the
     engine."""

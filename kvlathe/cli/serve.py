@@ -144,8 +144,24 @@ def check_keys(keys: tuple[str, ...]) -> None:
 )
 @click.option(
     "--max-batch-size",
+    "--max-num-seqs",
+    "max_batch_size",
     type=click.IntRange(1),
     help="Sequences that run at once. [default: the most that the engine takes]",
+)
+@click.option(
+    "--max-seq-len",
+    "--max-model-len",
+    "max_seq_len",
+    type=click.IntRange(1),
+    help="Tokens of the longest sequence, prompt and answer. [default: the engine's]",
+)
+@click.option(
+    "--max-num-tokens",
+    "--max-num-batched-tokens",
+    "max_num_tokens",
+    type=click.IntRange(1),
+    help="Tokens of a step, answers and prompts. [default: the engine's]",
 )
 @click.option(
     "--step-tokens",
@@ -156,6 +172,8 @@ def check_keys(keys: tuple[str, ...]) -> None:
 )
 @click.option(
     "--share-prefixes/--no-share-prefixes",
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    "share_prefixes",
     default=None,
     help="Reuse common prefixes.  [default: where the engine's plan allows it]",
 )

@@ -234,7 +234,8 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
 
 @click.group("engines")
 def engines_group() -> None:
-    """Finished builds that are kept, so that the same request again takes a moment."""
+    """List or remove the finished builds that are kept, so that the same request again
+    takes a moment."""
 
 
 def show_entries(result: Result) -> None:

@@ -58,6 +58,8 @@ class Settings:
     origins: tuple[str, ...] = ()  # whose web pages may call it
     body_seconds: float = BODY_SECONDS
     max_batch_size: int | None = None  # None: the engine's
+    max_seq_len: int | None = None  # the same
+    max_num_tokens: int | None = None  # the same
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     tensor_parallel_size: int = 1
     cold_pages: bool = False  # pages that wait on the host are coded
@@ -244,6 +246,8 @@ def load(folder: Path, settings: Settings) -> LLM:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         stores=settings.stores,
         tensor_parallel_size=settings.tensor_parallel_size,
+        max_seq_len=settings.max_seq_len,
+        max_num_tokens=settings.max_num_tokens,
     )
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)

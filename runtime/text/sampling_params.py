@@ -3,12 +3,13 @@ number may be, for Python and HTTP alike."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TypedDict, TypeGuard
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.structure import Structure
@@ -176,6 +177,48 @@ class SamplingParams:
             f"it must be {allowed}",
             "change it",
         )
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of SamplingParams, for methods that take them as keyword arguments."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int | None
+    stop: str | Items[str]
+    stop_ids: Items[int]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    ignore_eos: bool
+    structure: Structure | None
+    skip_special_tokens: bool
+
+
+OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_token_ids": "stop_ids"}
+"""What other programs call a field -> its name here."""
+
+
+def made_of(fields: SamplingFields) -> SamplingParams:
+    """SamplingParams of keyword arguments. Raises KvlatheError for a name that is no
+    field, and guesses which was meant."""
+    known = SamplingFields.__annotations__
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            meant = OTHER_NAMES.get(name, near[0] if near else None)
+            raise KvlatheError(
+                f"{name} is no sampling parameter",
+                f"SamplingParams has {', '.join(known)}",
+                f"say {meant}" if meant else "choose one of them",
+            )
+    return SamplingParams(**fields)
 
 
 def is_number(value: object, whole: bool = False) -> TypeGuard[float]:

@@ -19,11 +19,13 @@ import pytest
 
 from kvlathe.base import console, tokenizer_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import __version__
 from kvlathe.cli import build as cli_build
 from kvlathe.cli import common as cli_common
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import main as cli
 from kvlathe.cli import run as cli_run
+from kvlathe.cli.groups import GROUPS, Grouped, first_sentence
 from kvlathe.cli.show import rank_table
 from kvlathe.export.model.spec import read_spec
 from kvlathe.tasks.tasks import read_texts
@@ -54,6 +56,39 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS)
     # Processor time: the clock also counts what else runs.
     assert after.ru_utime - before.ru_utime < 2.0
+
+
+def test_help_lists_each_command_once_in_a_group_and_in_whole_sentences(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sorted(sum(GROUPS.values(), ())) == sorted(cli.cli.commands)
+    assert cli.run(["--help"]) == 0
+    _, *sections = " ".join(capsys.readouterr().out.split()).split("Build:")
+    said = "".join(sections)
+    assert "..." not in said and "docs/index.md" in said
+    for name, command in cli.cli.commands.items():
+        sentence = first_sentence(command)
+        assert f" {name} {sentence} " in said
+        assert " ".join((command.help or "").split()).startswith(sentence)
+
+
+def test_a_command_of_no_group_is_listed_too() -> None:
+    command = click.Command("own", help="Do something. Then more.")
+    said = Grouped("x", commands={"own": command}).get_help(click.Context(cli.cli))
+    assert "Other:" in said and "own  Do something.\n" in f"{said}\n"
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_the_version_is_said(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([flag]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands() -> None:
+    environment = {**os.environ, "COMP_WORDS": "kvlathe ser", "COMP_CWORD": "1"}
+    environment["_KVLATHE_COMPLETE"] = "bash_complete"
+    assert kvlathe(env=environment).stdout.split() == ["plain,serve"]
+    assert "_KVLATHE_COMPLETE=bash_source" in (ROOT / "docs" / "cli.md").read_text()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,6 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ROOT / "docs" / "history"
 """Pages about the past: their files may be gone, their sentences stay as they were."""
 
+BESIDE = ("benchmarks", "data", "models/lathe-5m")
+"""Folders with a page of their own."""
+
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    [^\n]*\n?)+")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -22,7 +25,8 @@ def pages() -> list[Path]:
     ours = [
         path for path in (ROOT / "docs").rglob("*.md") if HISTORY not in path.parents
     ]
-    return sorted([*ours, *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
+    others = [ROOT / name / "README.md" for name in BESIDE]
+    return sorted([*ours, *ROOT.glob("*.md"), *others])
 
 
 def name_of(page: Path) -> str:

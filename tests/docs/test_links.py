@@ -36,7 +36,7 @@ COMMAND = re.compile(
 )
 MODULE = re.compile(r"python3? -m (benchmarks\.[a-z]\w*)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-OTHERS = {"NvInfer.h", "docker-compose.yml"}
+OTHERS = {"NvInfer.h", "convert_checkpoint.py", "docker-compose.yml", "quantize.py"}
 """Files that pages name and other projects own."""
 
 

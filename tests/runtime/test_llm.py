@@ -20,7 +20,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.engine_thread import Silence
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.sampling_params import SamplingFields, SamplingParams
 from tests.support.runtime_cases import (
     LIMITS,
     MODEL,
@@ -122,6 +122,33 @@ def test_prompts_that_cannot_be_served_are_refused_before_a_step(
 def test_parameters_that_are_no_sampling_params_are_refused(params: Any) -> None:  # noqa: ANN401
     with pytest.raises(KvlatheError, match="must be SamplingParams"):
         llm("torch", "one").generate([5], params)
+
+
+def test_fields_of_sampling_params_may_be_keyword_arguments() -> None:
+    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=3)
+    expected = engine.generate("def main():", params)[0]
+    assert len(expected.token_ids) == 3
+    assert engine.generate("def main():", max_new_tokens=3)[0].text == expected.text
+    assert "".join(engine.stream("def main():", max_new_tokens=3)) == expected.text
+    answers = asyncio.run(engine.agenerate("def main():", max_new_tokens=3))
+    assert answers[0].token_ids == expected.token_ids
+
+
+def test_keyword_arguments_that_are_no_sampling_parameters_are_refused() -> None:
+    engine = llm("torch", "one")
+    given: Any = {"max_tokens": 3}
+    with pytest.raises(KvlatheError, match="Say max_new_tokens"):
+        engine.generate("x", **given)
+    with pytest.raises(KvlatheError, match="top_p is 2: it must be"):
+        engine.generate("x", top_p=2)
+    with pytest.raises(KvlatheError, match="max_new_tokens came beside params"):
+        engine.generate("x", SamplingParams(), max_new_tokens=3)
+
+
+def test_keyword_arguments_are_the_fields_of_sampling_params() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
+    keywords = SamplingFields.__annotations__
+    assert fields == {name: kind.__forward_arg__ for name, kind in keywords.items()}
 
 
 def test_no_prompts_have_no_answers() -> None:
@@ -256,6 +283,40 @@ def test_a_larger_batch_than_the_engine_was_built_for_is_refused(
         KvlatheError, match=f"was built for 1 to {LIMITS.max_batch_size}"
     ):
         LLM.load(folder, max_batch_size=batch)
+
+
+def test_shorter_sequences_and_smaller_steps_than_the_engine_was_built_for(
+    folder: Path,
+) -> None:
+    whole = LLM.load(folder, threads=1)
+    least = max(whole.plan.prefill_chunk, LIMITS.max_batch_size)
+    small = LLM.load(folder, threads=1, max_seq_len=600, max_num_tokens=least)
+    assert small.limits == dataclasses.replace(
+        whole.limits, max_num_tokens=least, max_input_len=600, max_seq_len=600
+    )
+    assert small.pool.arena_bytes < whole.pool.arena_bytes
+    prompts, params = [text(500), text(300)], SamplingParams(max_new_tokens=8)
+    assert [answer.token_ids for answer in small.generate(prompts, params)] == [
+        answer.token_ids for answer in whole.generate(prompts, params)
+    ]
+    with pytest.raises(KvlatheError, match="this engine's max_seq_len is 600"):
+        small.generate([text(595)], params)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ({"max_seq_len": LIMITS.max_seq_len + 1}, "was built for 1 to"),
+        ({"max_seq_len": 0}, "was built for 1 to"),
+        ({"max_num_tokens": LIMITS.max_num_tokens + 1}, "was built for: .* to"),
+        ({"max_num_tokens": 1}, "holds a whole chunk of a prompt and a token of"),
+    ],
+)
+def test_limits_that_an_engine_cannot_keep_are_refused(
+    folder: Path, limit: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(KvlatheError, match=said):
+        LLM.load(folder, **limit)
 
 
 def test_a_cache_below_a_page_is_refused(folder: Path) -> None:
