@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("models", "build", "out", ".*", "__pycache__", "*.egg-info")
 NEEDED = {
     "kvlathe/export/report/report.html.j2",
+    "kvlathe/export/report/report.css",
     "kvlathe/engines/build.py",
     "kvlathe/runtime/llm.py",
     "kvlathe/py.typed",
