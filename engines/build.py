@@ -160,7 +160,7 @@ def rotate(config: BuildConfig) -> list[int]:
 def _renew(folder: Path, kept: Manifest, config: BuildConfig) -> None:
     """Make the report and the manifest of a cached engine, copied to ``folder``, speak
     of this build."""
-    from kvlathe.export.report.heading import heading, renew
+    from kvlathe.export.report.heading import Heading, heading, renew
 
     described = dataclasses.replace(
         kept,
@@ -170,7 +170,14 @@ def _renew(folder: Path, kept: Manifest, config: BuildConfig) -> None:
     )
     page = folder / REPORT_FILE
     fields = heading(
-        described.model, described.compression, described.command, described.created
+        Heading(
+            described.model,
+            described.compression,
+            described.command,
+            described.created,
+            config.output_dir,
+            config.model,
+        )
     )
     page.write_text(renew(page.read_text("utf-8"), fields), "utf-8")
     files = {**kept.files, REPORT_FILE: manifests.record_of(page)}
@@ -333,11 +340,14 @@ def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -
         bytes_16bit=described.kv_bytes.baseline_16bit,
         evidence=seen,
         loss=described.measured,
+        longest=limits.max_seq_len,
         facts=facts,
         memory=memory_table(
             layout, limits.max_seq_len, limits.max_batch_size, described.weight_bytes
         ),
         limits=dataclasses.asdict(limits),
         versions=described.versions,
+        engine=order.config.output_dir,
+        checkpoint=order.config.model,
     )
     write_report(folder / REPORT_FILE, data)

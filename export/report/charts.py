@@ -1,8 +1,6 @@
-"""The charts of report.html: bytes, spectra, stability, pages."""
+"""The charts of report.html: spectra and stability."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,34 +19,10 @@ from kvlathe.export.report.figure import (
     styled,
     svg,
 )
-from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
 
 Array = npt.NDArray[np.floating]
 MOST_LINES = 12
 """Layers of a spectrum that can be told apart."""
-MOST_ROWS = 24
-"""Layers of a page that have room."""
-
-
-@styled
-def bytes_bars(rows: Sequence[tuple[str, float, float]]) -> Markup:
-    """One bar for each (label, bytes of K, bytes of V)."""
-    figure, ax = axes(0.85 + 0.4 * len(rows))
-    labels, keys, values = zip(*rows, strict=True)
-    at = np.arange(len(rows))[::-1]
-    ax.barh(at, keys, color=KEY, height=0.62, label="K")
-    ax.barh(at, values, left=keys, color=VALUE, height=0.62, label="V")
-    longest = max(k + v for _, k, v in rows)
-    for y, k, v in zip(at, keys, values, strict=True):
-        ax.text(k + v + 0.01 * longest, y, f"{k + v:,.0f}", va="center")
-    ax.set_yticks(at, labels)
-    ax.set_xlabel("bytes for each cached token")
-    ax.set_xlim(0, 1.12 * longest)
-    ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-    return svg(figure, "bytes", "Bytes for each cached token, before and after")
 
 
 @styled
@@ -84,7 +58,8 @@ def _draw_spectrum(
 
 @styled
 def missed_energy(keys: Array, values: Array) -> Markup:
-    """Energy missed in percent, [layers, heads] each: one dot a head, over layers."""
+    """Energy missed in percent, [layers, heads] each: one dot a head, over layers. NaN
+    where nothing was checked."""
     figure, ax = axes(2.4, HALF)
     for name, missed, colour, shift in (
         ("K", keys, KEY, -0.12),
@@ -100,49 +75,11 @@ def missed_energy(keys: Array, values: Array) -> Markup:
             mew=0,
             label=name,
         )
-    top = max(float(keys.max()), float(values.max()))
+    top = max(float(np.nanmax(side, initial=0)) for side in (keys, values))
     ax.set_ylim(0, 1.15 * top or 1)
     ax.set_ylabel("energy missed, %")
     ax.set_xlabel("layer")
+    ax.set_xlim(-0.5, len(keys) - 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     return svg(figure, "stability", "Energy that the other half's subspace misses")
-
-
-@styled
-def page_map(plan: CompressionPlan, bucket: int) -> Markup:
-    """One page of a bucket to scale: a row a layer, in address order. Of a deep model,
-    some layers."""
-    layout = CacheLayout(plan)
-    table = layout.lane_table(bucket)
-    layers = sorted({int(row[0]) for row in table})
-    layers = [layers[i] for i in spread(len(layers), MOST_ROWS)]
-    figure, ax = axes(min(7.5, 0.75 + 0.24 * len(layers)))
-    for y, layer in enumerate(layers):
-        _draw_layer(ax, y, [row for row in table if row[0] == layer])
-    ax.set_yticks(range(len(layers)), [str(layer) for layer in layers])
-    ax.invert_yaxis()
-    ax.set_ylabel("layer")
-    page = f"a page: {layout.page_stride[bucket]:,} bytes, {plan.page_tokens} tokens"
-    ax.set_xlabel(f"bytes from the layer's first lane ({page})")
-    ax.grid(axis="y", visible=False)
-    words = f"One page of bucket {bucket}: K and V of every lane in address order"
-    return svg(figure, f"page{bucket}", words)
-
-
-def _draw_layer(ax: Axes, y: int, rows: Iterable[npt.NDArray[np.int32]]) -> None:
-    """K and V of a layer's lanes (rows of the lane table), from the first lane on."""
-    rows = list(rows)
-    start = int(rows[0][4])
-    for row in rows:
-        k, k_meta, v, v_meta = (int(x) - start for x in row[4:8])
-        for left, end, colour in ((k, k_meta, KEY), (v, v_meta, VALUE)):
-            ax.barh(
-                y,
-                end - left,
-                left=left,
-                color=colour,
-                height=0.72,
-                edgecolor=PAGE,
-                linewidth=0.8,
-            )

@@ -22,7 +22,8 @@ class Kept:
     """Arrays [layers, KV heads] for a sequence of ``tokens`` tokens.
 
     ``ranks_*`` in dimensions, ``bits_*`` of a cached number (the mean over the head's
-    tokens, metadata aside), ``share`` of the tokens.
+    tokens, metadata aside), ``share`` of the tokens. ``whole_bits``: mean bits of a
+    cached number with scales, scores and padding.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Kept:
     bits_k: Array
     bits_v: Array
     share: Array
+    whole_bits: float
 
     @property
     def mean_bits(self) -> float:
@@ -46,30 +48,37 @@ class Kept:
         return float(self.share[self.ranks_k > 0].mean())
 
 
-def kept(plan: CompressionPlan) -> Kept:
-    """Compute the arrays for the longest sequence that the model takes."""
+def kept(plan: CompressionPlan, longest: int | None = None) -> Kept:
+    """Compute the arrays for a sequence of ``longest`` tokens, where its length changes
+    them; for the longest that the model takes, where ``longest`` is None."""
     layout = CacheLayout(plan)
-    held_tokens = layout.all_held(layout.long)
+    tokens = longest if longest and layout.bounded else layout.long
+    held_tokens = layout.all_held(tokens)
+    numbers, held_bytes = 0.0, 0.0
     held = np.zeros(len(plan.lanes))
     bits_k = np.zeros(len(plan.lanes))
     bits_v = np.zeros(len(plan.lanes))
-    for bucket, tokens in zip(plan.index.buckets, held_tokens, strict=True):
+    for bucket, count in zip(plan.index.buckets, held_tokens, strict=True):
         tier = bucket.tier
         lanes = list(bucket.lanes)
-        held[lanes] += tokens
-        bits_k[lanes] += tokens * tier.k.bits
-        bits_v[lanes] += tokens * tier.v.bits
+        held[lanes] += count
+        bits_k[lanes] += count * tier.k.bits
+        bits_v[lanes] += count * tier.v.bits
+        dims = sum(plan.lanes[i].rank_k + plan.lanes[i].rank_v for i in lanes)
+        numbers += count * dims
+        held_bytes += count * layout.page_stride[bucket.number] / plan.page_tokens
     at_least_one = np.maximum(held, 1)
     ranks_k = np.array([lane.rank_k for lane in plan.lanes], float)
     ranks_v = np.array([lane.rank_v for lane in plan.lanes], float)
     shape = (plan.model.layers, plan.model.kv_heads)
     return Kept(
-        tokens=layout.long,
+        tokens=tokens,
         ranks_k=ranks_k.reshape(shape),
         ranks_v=ranks_v.reshape(shape),
         bits_k=(bits_k / at_least_one).reshape(shape),
         bits_v=(bits_v / at_least_one).reshape(shape),
-        share=(held / layout.long).reshape(shape),
+        share=(held / tokens).reshape(shape),
+        whole_bits=8 * held_bytes / max(1.0, numbers),
     )
 
 

@@ -19,14 +19,18 @@ from kvlathe.base.pages import STYLE
 from kvlathe.export.methods.evidence import Evidence
 from kvlathe.export.report import charts
 from kvlathe.export.report.curve import Sizes, accuracy_curve, lost_below
-from kvlathe.export.report.heading import heading
+from kvlathe.export.report.heading import Heading, heading
 from kvlathe.export.report.heads import Kept, Map, heat_map, kept
-from kvlathe.export.report.stability import stability
+from kvlathe.export.report.page_rows import page_pictures
+from kvlathe.export.report.sizes import NAMES, bars
+from kvlathe.export.report.stability import Stability, stability
+from kvlathe.export.report.words import WORDS, anchor, linked
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.measurement import UNMEASURED, Measurement
 from kvlathe.plan.plan import CompressionPlan
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+OWN_STYLE = Path(__file__).with_name("report.css")
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,11 @@ class ReportData:
 
     ``bytes_baseline`` is the uncompressed cache in the engine's own number format,
     ``bytes_16bit`` the uncompressed cache in 16 bit. ``evidence``: spectra and
-    stability, None for a plan made without calibration. ``loss``: what the build measured,
-    None where it did not. ``memory``: rows of
-    ``memory_table``. ``measured`` holds accuracy by name where somebody measured it;
-    ``facts``, ``limits`` and ``versions`` are shown as they are.
+    stability, None for a plan made without calibration. ``loss``: what the build
+    measured, None where it did not. ``longest``: tokens of the longest sequence that the
+    engine takes, None where the model alone says. ``memory``: rows of ``memory_table``.
+    ``facts``, ``limits`` and ``versions`` are shown as they are. ``engine``,
+    ``checkpoint``: the folders that commands on the page name.
     """
 
     model: str
@@ -51,11 +56,13 @@ class ReportData:
     bytes_16bit: float
     evidence: Evidence | None = None
     loss: Measurement | None = None
+    longest: int | None = None
     memory: Sequence[Mapping[str, int]] = ()
-    measured: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict)
     limits: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    engine: Path = Path("ENGINE")
+    checkpoint: Path = Path("MODEL")
 
 
 def write_report(path: Path, data: ReportData) -> None:
@@ -74,28 +81,54 @@ def render(data: ReportData) -> str:
     )
     environment.filters.update(cell=cell, human_bytes=human_bytes)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    plan, held = data.plan, kept(data.plan)
+    plan = data.plan
+    longest = data.longest or plan.model.max_positions
+    held = kept(plan, longest)
     layout = CacheLayout(plan)
+    checked = data.evidence and stability(data.evidence, held, plan.model.head_dim)
+    uncompressed = _uncompressed(data)
     return template.render(
         data=data,
-        style=Markup(STYLE),
-        heading=heading(data.model, plan.compression, data.command, data.created),
+        style=Markup(STYLE + OWN_STYLE.read_text(encoding="utf-8")),
+        heading=heading(
+            Heading(
+                data.model,
+                plan.compression,
+                data.command,
+                data.created,
+                data.engine,
+                data.checkpoint,
+            )
+        ),
         plan=plan,
         loss=data.loss,
         unmeasured=UNMEASURED,
+        word=linked,
+        words={anchor(word): (word, said) for word, said in WORDS.items()},
         kept=held,
-        removed=1 - data.bytes_per_token / data.bytes_baseline,
-        removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,
-        charts=_charts(data),
+        bars=bars(layout, longest, uncompressed),
+        kinds=NAMES,
+        charts=_charts(data, checked),
         maps=_maps(plan, held),
         memory=data.memory,
         spectra=_spectra(data.evidence, held),
         curve=_curve_facts(data),
-        stability=data.evidence and stability(data.evidence),
+        stability=checked,
         page=layout.described(),
+        pictures=page_pictures(layout),
         layout=layout,
         facts=_facts(data),
     )
+
+
+def _uncompressed(data: ReportData) -> list[tuple[str, float]]:
+    """The uncompressed cache in 16 bit and, where it is another, in the engine's own
+    number format: (label, bytes of a token)."""
+    found = [("uncompressed, 16 bit", data.bytes_16bit)]
+    if data.bytes_baseline != data.bytes_16bit:
+        same = f"uncompressed, {data.plan.index.hot_bits} bit"
+        found.append((same, data.bytes_baseline))
+    return found
 
 
 def _curve_facts(data: ReportData) -> dict[str, object] | None:
@@ -136,16 +169,12 @@ def _facts(data: ReportData) -> dict[str, object]:
     }
 
 
-def _charts(data: ReportData) -> dict[str, Markup]:
+def _charts(data: ReportData, checked: Stability | None) -> dict[str, Markup]:
     """The charts that this plan has data for, by name."""
-    plan = data.plan
-    drawn = {"bytes": charts.bytes_bars(_byte_rows(data))}
-    for i in range(len(plan.index.buckets)):
-        drawn[f"page{i}"] = charts.page_map(plan, i)
-    if data.evidence is not None:
-        missed_k, missed_v = data.evidence.missed_k, data.evidence.missed_v
-        drawn["stability"] = charts.missed_energy(100 * missed_k, 100 * missed_v)
-    if (curve := plan.notes.get("curve")) and curve["points"]:
+    drawn: dict[str, Markup] = {}
+    if checked is not None:
+        drawn["stability"] = charts.missed_energy(checked.missed_k, checked.missed_v)
+    if (curve := data.plan.notes.get("curve")) and curve["points"]:
         common = None if data.bytes_16bit == data.bytes_baseline else data.bytes_16bit
         sizes = Sizes(data.bytes_baseline, data.bytes_per_token, common)
         drawn["curve"] = accuracy_curve(curve, sizes)
@@ -191,38 +220,3 @@ def _spectra(evidence: Evidence | None, held: Kept) -> Sequence[Markup]:
         charts.spectrum("spectrum_k", "K (with its queries)", k, held.ranks_k),
         charts.spectrum("spectrum_v", "V", v, held.ranks_v),
     )
-
-
-def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
-    """(label, bytes of K, bytes of V) of one token: uncompressed in 16 bit, in the
-    engine's format, and this engine."""
-    share = _share_of_keys(data.plan)
-    same = f"uncompressed, {data.plan.index.hot_bits} bit"
-    rows = [("uncompressed, 16 bit", data.bytes_16bit / 2, data.bytes_16bit / 2)]
-    if same != rows[0][0]:
-        rows.append((same, data.bytes_baseline / 2, data.bytes_baseline / 2))
-    return [
-        *rows,
-        (
-            "this engine",
-            data.bytes_per_token * share,
-            data.bytes_per_token * (1 - share),
-        ),
-    ]
-
-
-def _share_of_keys(plan: CompressionPlan) -> float:
-    """The keys' share of the bytes of K and V, metadata included, in a long
-    sequence."""
-    layout, k, v = CacheLayout(plan), 0, 0
-    held = layout.all_held(layout.long)
-    for bucket in plan.index.buckets:
-        if bucket.stays:
-            b = bucket.number
-            keys = sum(
-                (offsets := layout.lane_offsets(b, lane)).v - offsets.k
-                for lane in bucket.lanes
-            )
-            k += held[b] * keys
-            v += held[b] * (layout.scores_at(b) - keys)
-    return k / (k + v)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.export.methods.evidence import Evidence
+from kvlathe.export.report.heads import Kept
 
 Array = npt.NDArray[np.floating]
 Row = tuple[str, float, float, float, float, float]
@@ -19,37 +20,62 @@ from which they do not."""
 @dataclass(frozen=True, slots=True)
 class Stability:
     """``missed`` and ``worst``: percent of energy that one half's subspace misses, mean
-    and largest. ``rows``: (what, mean epsilon, mean delta, delta / epsilon in %, largest
-    angle in degrees, energy missed in %)."""
+    and largest, over the ``checked`` keys and values of heads: those that keep some of
+    their dimensions. ``missed_k``, ``missed_v``: the same of each head, NaN where it is
+    not among them. ``rows``: (what, mean epsilon, mean delta, delta / epsilon in %,
+    largest angle in degrees, energy missed in %)."""
 
     verdict: str
     advice: str
+    checked: int
     missed: float
     worst: float
+    missed_k: Array
+    missed_v: Array
     rows: tuple[Row, ...]
 
 
-def stability(evidence: Evidence) -> Stability:
-    """The verdict on the bases of a plan."""
+def stability(evidence: Evidence, held: Kept, head_dim: int) -> Stability | None:
+    """The verdict on the bases of a plan. None where no head keeps some of its
+    dimensions and drops others: two halves miss nothing of a whole space, however
+    little text there was."""
     e = evidence
-    rows = (
-        _row("K (with its queries)", e.epsilon_k, e.delta_k, e.angle_k, e.missed_k),
-        _row("V", e.epsilon_v, e.delta_v, e.angle_v, e.missed_v),
-    )
+    missed_k = _checked(e.missed_k, held.ranks_k, head_dim)
+    missed_v = _checked(e.missed_v, held.ranks_v, head_dim)
+    checked = int(np.isfinite(missed_k).sum() + np.isfinite(missed_v).sum())
+    if not checked:
+        return None
+    rows = [
+        _row(name, epsilon, delta, angle, missed)
+        for name, epsilon, delta, angle, missed in (
+            ("K (with its queries)", e.epsilon_k, e.delta_k, e.angle_k, missed_k),
+            ("V", e.epsilon_v, e.delta_v, e.angle_v, missed_v),
+        )
+        if np.isfinite(missed).any()
+    ]
     missed = max(row[-1] for row in rows)
-    worst = 100 * float(max(e.missed_k.max(), e.missed_v.max()))
-    return Stability(*_words(missed), missed, worst, rows)
+    worst = max(float(np.nanmax(side, initial=0)) for side in (missed_k, missed_v))
+    verdict, advice = _words(missed)
+    return Stability(
+        verdict, advice, checked, missed, worst, missed_k, missed_v, tuple(rows)
+    )
+
+
+def _checked(missed: Array, ranks: Array, head_dim: int) -> Array:
+    """Percent of energy missed, NaN where a head keeps all of its dimensions or none."""
+    return np.where((ranks > 0) & (ranks < head_dim), 100 * missed, np.nan)
 
 
 def _row(name: str, epsilon: Array, delta: Array, angle: Array, missed: Array) -> Row:
-    size, difference = float(epsilon.mean()), float(delta.mean())
+    own = np.isfinite(missed)
+    size, difference = float(epsilon[own].mean()), float(delta[own].mean())
     return (
         name,
         size,
         difference,
         100 * difference / size,
-        float(np.degrees(angle.max())),
-        100 * float(missed.mean()),
+        float(np.degrees(angle[own].max())),
+        float(missed[own].mean()),
     )
 
 

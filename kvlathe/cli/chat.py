@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
 FULL = "the conversation is as long as the engine takes: /reset begins anew"
+CONTINUES = "this model has no chat template: it continues your text"
+CONTINUED_TOKENS = 256
+"""New tokens of such an answer, at most: nothing in it says where it ends."""
 HELP = "/reset begins anew, /quit ends; Ctrl-C ends an answer"
 
 
@@ -71,11 +74,21 @@ class Conversation:
             return "ended by Ctrl-C"
         return self._told(answer)
 
+    @property
+    def continues(self) -> bool:
+        """Whether there is no chat template: every text is then a beginning of its
+        own."""
+        return self._llm.tokenizer.chat_template is None
+
+    def _prompt(self) -> list[int]:
+        tokenizer = self._llm.tokenizer
+        if self.continues:
+            return tokenizer.encode(self.turns[-1]["content"])
+        chat = tokenizer.chat_prompt(self.turns)
+        return tokenizer.encode(chat, add_special_tokens=False)
+
     def _answered(self, pieces: list[str]) -> Answer:
-        llm = self._llm
-        prompt = llm.tokenizer.encode(
-            llm.tokenizer.chat_prompt(self.turns), add_special_tokens=False
-        )
+        llm, prompt = self._llm, self._prompt()
         stream = llm.stream(prompt, self._fitting(len(prompt)))
         try:
             while True:
@@ -89,7 +102,10 @@ class Conversation:
 
     def _fitting(self, prompt: int) -> SamplingParams:
         """The parameters, with as many new tokens as have room."""
-        count = min(self._params.max_new_tokens, max(1, self._llm.most_tokens - prompt))
+        asked = self._params.max_new_tokens
+        if self.continues:
+            asked = min(asked, CONTINUED_TOKENS)
+        count = min(asked, max(1, self._llm.most_tokens - prompt))
         return dataclasses.replace(self._params, max_new_tokens=count)
 
     def _told(self, answer: Answer) -> str:
@@ -182,7 +198,11 @@ def chat_command(
         if chat_template is not None:
             llm.tokenizer.chat_template = read_template(chat_template)
         conversation = Conversation(llm, params, system)
-        llm.tokenizer.chat_prompt([{"role": "user", "content": ""}])  # or refuses
+        if conversation.continues:
+            unused = "; --system is not used" if system is not None else ""
+            click.echo(f"{CONTINUES}{unused}", err=True)
+        else:
+            llm.tokenizer.chat_prompt([{"role": "user", "content": ""}])  # or refuses
         click.echo(HELP, err=True)
         talk(conversation)
 

@@ -194,7 +194,7 @@ def eval_command(
     llm = _loaded(engine, threads, device, share, num_shards)
     if not whole or text is None:
         scores = evaluate(
-            llm, reference, text, retrieval, windows, window_tokens, every
+            llm, reference, text, retrieval, windows, window_tokens, every, both=True
         )
         record.keep(engine, scores, baseline)
         return scores

@@ -75,6 +75,7 @@ def evaluate(
     windows: int = tasks.WINDOWS,
     window_tokens: int = tasks.WINDOW_TOKENS,
     every: int = tasks.EVERY,
+    both: bool = False,
 ) -> dict[str, Any]:
     """Measure bytes, and accuracy over the first ``windows`` windows of
     ``window_tokens`` tokens of ``text`` and every ``every``-th question of
@@ -82,7 +83,8 @@ def evaluate(
     the uncompressed cache in the same number format), ``perplexity``,
     ``perplexity_ratio``, ``agreement`` (share of equal next tokens), ``kl`` (baseline
     || engine, nats a token), ``retrieval_exact_match``, and ``measured_on``, which says
-    what. A score is None where its file or baseline is missing.
+    what. A score is None where its file or baseline is missing. With ``both`` the
+    baseline answers the questions, too: ``retrieval_exact_match_baseline``.
 
     Windows shrink to what both engines take; longer questions are left out. Raises
     KvlatheError before anything runs if the engines have different vocabularies or a
@@ -108,6 +110,8 @@ def evaluate(
         on["text"] = _text_facts(engine, text, cut)
     if retrieval:
         result["retrieval_exact_match"] = _exact_match(engine, fitting)
+        if both and baseline is not None:
+            result["retrieval_exact_match_baseline"] = _exact_match(baseline, fitting)
         on["retrieval"] = {
             "file": retrieval.name,
             "sha256": sha256_file(retrieval),

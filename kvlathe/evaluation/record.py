@@ -24,13 +24,14 @@ BLOCK = re.compile(r"<!--measured-->.*?<!--/measured-->", re.DOTALL)
 Sources = Mapping[str, Any]
 """Facts of an evaluation about its texts and questions."""
 SCORES = {
-    "perplexity_ratio": ("perplexity ratio", "1 is uncompressed, lower is better"),
-    "perplexity": ("perplexity", "of this engine"),
-    "agreement": ("agreement", "share of equal next tokens"),
-    "retrieval_exact_match": ("line retrieval", "share of exact answers"),
+    "perplexity_ratio": "perplexity ratio, lower is better",
+    "perplexity": "perplexity",
+    "agreement": "agreement: share of equal next tokens",
+    "retrieval_exact_match": "line retrieval: share of exact answers",
 }
-"""Scores that are shown, in this order: score -> (name, meaning)."""
-
+"""Scores that are shown, in this order: score -> its name."""
+OF_ITSELF = {"perplexity_ratio": 1.0, "agreement": 1.0}
+"""Scores of the uncompressed engine beside itself."""
 
 OF_SUITE = {
     ("text", "perplexity"): "perplexity",
@@ -56,18 +57,33 @@ def keep(folder: Path, result: Mapping[str, object], baseline: Path | None) -> N
         "measured": when,
         "baseline": beside,
         "scores": scores,
+        "baseline_scores": {} if beside is None else baseline_scores(result),
         "measured_on": result["measured_on"],
     }
     texts = {EVALUATION_FILE: json.dumps(record, indent=1) + "\n"}
     page = folder / REPORT_FILE
     on = measured_on(cast(Sources, result["measured_on"]))
-    block = block_of(scores, on, beside, when)
+    told = Told(on, questions_of(cast(Sources, result["measured_on"])), beside, when)
+    block = block_of(scores, record["baseline_scores"], told)
     try:
         if page.is_file():
             texts[REPORT_FILE] = BLOCK.sub(lambda _: block, page.read_text("utf-8"))
         manifests.replace_files(folder, texts)
     except OSError as error:
         log.warning("the scores are not kept in %s: %s", folder, error.strerror)
+
+
+def baseline_scores(result: Mapping[str, object]) -> dict[str, float]:
+    """The uncompressed engine's scores, where they were measured."""
+    found = dict(OF_ITSELF)
+    for name in SCORES:
+        value = result.get(f"{name}_baseline")
+        if isinstance(value, int | float) and name not in OF_ITSELF:
+            found[name] = float(value)
+    own, ratio = result.get("perplexity"), result.get("perplexity_ratio")
+    if isinstance(own, int | float) and isinstance(ratio, int | float):
+        found.setdefault("perplexity", own / ratio)
+    return found
 
 
 def keep_suite(
@@ -82,6 +98,7 @@ def keep_suite(
         name = OF_SUITE.get((str(row["task"]), str(row["metric"])))
         if name is not None:
             result[name] = row["engine"]
+            result[f"{name}_baseline"] = row.get("baseline")
         if name == "perplexity":
             result["perplexity_ratio"] = row["ratio"]
     keep(folder, result, baseline)
@@ -102,6 +119,23 @@ def measured_on(sources: Sources) -> str:
     if "questions" in sources:
         said.append(f"{sources['questions']} questions of line retrieval")
     return "; ".join(said)
+
+
+def questions_of(sources: Sources) -> int:
+    """The number of questions of line retrieval that an evaluation asked."""
+    asked = sources.get("retrieval") or sources
+    return int(asked.get("questions", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a person is told beside the scores: the text they were measured ``on``, the
+    number of ``questions``, the baseline's name (None: there was none), ``when``."""
+
+    on: str
+    questions: int
+    baseline: str | None
+    when: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +161,23 @@ def read(folder: Path, manifest: Manifest) -> Kept:
 
 
 def block_of(
-    scores: Mapping[str, float], on: str, baseline: str | None, when: str
+    scores: Mapping[str, float], baseline: Mapping[str, float], told: Told
 ) -> str:
-    """The scores as HTML, between the marks that a later evaluation looks for."""
-    cards = ""
-    for score, (name, meaning) in SCORES.items():
-        if score in scores:
-            cards += f'<div class="card"><div class="what">{name}</div>'
-            cards += f"<b>{cell(scores[score])}</b>"
-            cards += f'<div class="how">{meaning}</div></div>'
-    beside = f", beside {escape(baseline)}" if baseline else ""
-    said = f'<p class="note">Measured by <code>kvlathe eval</code> on {when[:10]}{beside}, on {escape(on)}.</p>'
-    return f'<!--measured--><div class="cards">{cards}</div>{said}<!--/measured-->'
+    """The scores as HTML, beside those of the ``baseline``, between the marks that a
+    later evaluation looks for."""
+    rows = ""
+    for score, name in SCORES.items():
+        if score not in scores:
+            continue
+        if score == "retrieval_exact_match" and told.questions:
+            name += f", of {told.questions:,} questions"
+        beside = cell(baseline[score]) if score in baseline else "not measured"
+        rows += f"<tr><td>{name}</td>"
+        rows += (
+            f'<td class="n">{cell(scores[score])}</td><td class="n">{beside}</td></tr>'
+        )
+    head = '<tr><th></th><th class="n">this engine</th><th class="n">uncompressed</th></tr>'
+    named = f", beside {escape(told.baseline)}" if told.baseline else ""
+    said = f"Measured by <code>kvlathe eval</code> on {told.when[:10]}{named}, on {escape(told.on)}."
+    table = f'<table>{head}{rows}</table><p class="note">{said}</p>'
+    return f"<!--measured-->{table}<!--/measured-->"

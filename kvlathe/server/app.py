@@ -23,6 +23,7 @@ from kvlathe.server.gate import BODY_SECONDS, Gate, Methods
 from kvlathe.server.jobs import Job
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.pages import POLICY, chat_page, docs_page
+from kvlathe.server.plan_view import PlanView, plan_view
 from kvlathe.server.replies import (
     ChatCompletion,
     Completion,
@@ -250,6 +251,15 @@ def add_operations(app: FastAPI, service: Service) -> None:
     async def cache() -> CacheView:
         """The contents of the KV cache's pages at the moment, by layer and head."""
         return cache_view(engine, service.answerer.model)
+
+    known: list[PlanView] = []
+
+    @app.get("/v1/plan", responses={401: ERRORS[401]}, tags=["operations"])
+    async def plan() -> PlanView:
+        """The plan: what it removes at which length, and what a full cache holds."""
+        if not known:  # it never changes
+            known.append(plan_view(engine.llm, service.answerer.model))
+        return known[0]
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> str:

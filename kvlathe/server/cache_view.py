@@ -17,7 +17,7 @@ class HeadBytes(BaseModel):
 
     layer: int
     head: int
-    per_token: float = Field(description="Of a long sequence, padding counted.")
+    per_token: float = Field(description="Of the longest sequence, padding counted.")
     now: int = Field(description="In the pages that are occupied, those kept too.")
 
 
@@ -67,7 +67,8 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
     """Bytes of every KV head, by layer and head."""
     layout, plan = llm.layout, llm.plan
     now, long = [0] * len(plan.lanes), [0.0] * len(plan.lanes)
-    held = layout.all_held(layout.long)
+    tokens = min(layout.long, llm.most_tokens) if layout.bounded else layout.long
+    held = layout.all_held(tokens)
     for bucket, pages in enumerate(llm.pool.pages_in_use):
         most = (
             0
@@ -76,7 +77,7 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
         )
         for lane, size in layout.lane_bytes(bucket).items():
             now[lane] += pages * size
-            long[lane] += most * size / layout.long
+            long[lane] += most * size / tokens
     found: list[HeadBytes] = []
     for i, lane in enumerate(plan.lanes):
         one = HeadBytes(layer=lane.layer, head=lane.head, per_token=long[i], now=now[i])

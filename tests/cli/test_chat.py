@@ -15,6 +15,7 @@ import pytest
 
 from kvlathe.cli import chat
 from kvlathe.cli.common import write
+from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.runtime_cases import built_folder, llm
 from tests.support.serving_cases import CHATML, replaced, with_template
@@ -131,8 +132,35 @@ def test_a_terminal_does_not_obey_what_a_model_writes(
     assert capsys.readouterr().out == "a\\x1b]0;title\\x07\n\tb"
 
 
-def test_an_engine_without_a_template_refuses_to_chat(tmp_path: Path) -> None:
+def test_an_engine_without_a_template_continues_texts(tmp_path: Path) -> None:
+    """It says so in one line, and each text is continued as ``generate`` does."""
     engine = built_folder(tmp_path)
-    words = [sys.executable, "-m", "kvlathe", "chat", str(engine)]
-    done = subprocess.run(words, input="", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "cannot chat" in done.stderr
+    options = ["--temperature", "0", "--max-new-tokens", "8"]
+    words = [sys.executable, "-m", "kvlathe"]
+    done = subprocess.run(
+        [*words, "chat", str(engine), *options, "--system", "Be brief."],
+        input="def main():\nimport\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"{chat.CONTINUES}; --system is not used") == 1
+    params = SamplingParams(max_new_tokens=8, temperature=0)
+    with LLM.load(engine) as alone:
+        answers = alone.generate(["def main():", "import"], params)
+    for answer in answers:
+        assert answer.text in done.stdout
+
+
+def test_a_text_that_is_continued_ends_after_some_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["def main():", None])
+    monkeypatch.setattr(chat, "ask", lambda: next(lines))
+    monkeypatch.setattr(chat, "CONTINUED_TOKENS", 5)
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    engine = llm("torch", "split")
+    chat.talk(chat.Conversation(engine, params, None))
+    prompt = len(engine.tokenizer.encode("def main():"))
+    assert f" for {prompt + 5:,} tokens" in capsys.readouterr().err

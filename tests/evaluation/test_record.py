@@ -51,6 +51,25 @@ def test_scores_are_kept_and_shown(engine: Path) -> None:
     manifests.verify(engine)
 
 
+def test_retrieval_is_shown_beside_the_uncompressed_engine(engine: Path) -> None:
+    """With its number of questions; what the baseline was not asked is not claimed."""
+    asked = {"file": "q.jsonl", "questions": 50, "every": 1, "too_long": 0}
+    result = RESULT | {"measured_on": {"text": None, "retrieval": asked}}
+    record.keep(engine, result, engine.parent / "none")
+    page = (engine / "report.html").read_text()
+    assert "of 50 questions</td>" in page and "not measured" in page
+    record.keep(
+        engine,
+        result | {"retrieval_exact_match_baseline": 0.99},
+        engine.parent / "none",
+    )
+    page = (engine / "report.html").read_text()
+    assert '<td class="n">0.98</td><td class="n">0.99</td>' in page
+    assert "not measured" not in page
+    perplexity = cell(11.0 / 1.0125)
+    assert f'<td class="n">11</td><td class="n">{perplexity}</td>' in page
+
+
 def test_a_second_evaluation_replaces_the_first(engine: Path) -> None:
     record.keep(engine, RESULT, None)
     record.keep(engine, RESULT | {"retrieval_exact_match": 0.5}, None)
@@ -119,7 +138,9 @@ def test_a_killed_evaluation_leaves_an_engine_that_loads(engine: Path) -> None:
         scores = record.read(engine, manifests.verify(engine)).scores
         kept = scores["retrieval_exact_match"]
         assert kept in (before, share)
-        assert f"<b>{cell(kept)}</b>" in (engine / "report.html").read_text()
+        assert (
+            f'<td class="n">{cell(kept)}</td>' in (engine / "report.html").read_text()
+        )
         seen.add((killed, kept == share))
         if not killed:
             break
@@ -150,12 +171,20 @@ def test_the_scores_of_a_suite_are_kept_too(engine: Path) -> None:
     table = [
         {"task": "text", "metric": "perplexity", "engine": 12.0, "ratio": 1.25},
         {"task": "text", "metric": "agreement with the baseline", "engine": 0.9},
-        {"task": "line retrieval", "metric": "exact match", "engine": 0.75},
+        {
+            "task": "line retrieval",
+            "metric": "exact match",
+            "engine": 0.75,
+            "baseline": 0.875,
+        },
         {"task": "continuation", "metric": "ROUGE-1", "engine": 0.5},
     ]
     on = {"file": "a.jsonl", "windows": 2, "window_tokens": 64, "questions": 10}
-    record.keep_suite(engine, table, on, None)
+    record.keep_suite(engine, table, on, engine.parent / "none")
     kept = record.read(engine, manifests.verify(engine))
+    page = (engine / "report.html").read_text()
+    assert '<td class="n">0.75</td><td class="n">0.875</td>' in page
+    assert "of 10 questions" in page
     said = "2 windows of 64 tokens of a.jsonl; 10 questions of line retrieval"
     assert kept.measured_on == said
     assert kept.scores == {

@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("models", "build", "out", ".*", "__pycache__", "*.egg-info")
 NEEDED = {
     "kvlathe/export/report/report.html.j2",
+    "kvlathe/export/report/report.css",
+    "kvlathe/server/chat.css",
+    "kvlathe/server/chat.html.j2",
+    "kvlathe/server/chat.js",
+    "kvlathe/server/markdown.js",
     "kvlathe/engines/build.py",
     "kvlathe/runtime/llm.py",
     "kvlathe/py.typed",

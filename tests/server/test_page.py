@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvlathe.plan.memory import bytes_left
 from kvlathe.runtime.llm import LLM
 from kvlathe.server.pages import POLICY
 from tests.support.browser import CHROMIUM, Page, browsing
@@ -86,9 +90,8 @@ def test_a_chat_streams_beside_a_live_cache(paged: Served, page: Page) -> None:
     page.wait(f"{cells} === {len(paged.llm.plan.lanes)}")
     ask(page, "Say something.")
     page.wait("document.querySelectorAll('.turn.answer').length === 1")
-    page.wait(
-        "/tokens of 1 answer$/.test(document.getElementById('running').textContent)"
-    )
+    page.wait("document.getElementById('requests').textContent === '1 running'")
+    page.wait("parseInt(document.getElementById('tokens').textContent) > 0")
     shoot(page, "answering")
     page.evaluate("document.getElementById('stop').click()")
     page.wait("!document.getElementById('send').disabled")
@@ -112,6 +115,134 @@ def test_a_chat_streams_beside_a_live_cache(paged: Served, page: Page) -> None:
     origins = {url.split("/", 3)[2] for url in page.asked if url.startswith("http")}
     assert origins == {paged.url.split("/")[2]}, "nothing comes from elsewhere"
     assert not page.errors
+
+
+def test_an_idle_page_shows_the_plan_and_what_a_full_cache_holds(
+    paged: Served, page: Page
+) -> None:
+    """The numbers are those of the plan's own layout."""
+    engine = paged.llm
+    longest = engine.most_tokens
+    page.looks(1280, 800)
+    page.open(f"{paged.url}/")
+    page.wait("document.querySelectorAll('#holds .bar').length > 0")
+    gone = 1 - bytes_left(engine.layout, longest) * 16 / engine.plan.index.hot_bits
+    assert text_of(page, "removed") == f"{100 * gone:.1f} % less"
+    assert f"at {longest:,} tokens" in text_of(page, "length")
+    facts = text_of(page, "facts")
+    assert engine.plan.compression in facts and f"context{longest:,} tokens" in facts
+    assert f"runs at once{engine.limits.max_batch_size} requests" in facts
+    assert text_of(page, "requests") == "0 running"
+    held = engine.pool.arena_bytes // engine.layout.bytes_for(longest)
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#holds .bar')].map((x) => x.title).join('\\n')"
+    )
+    assert f"{held:,} sequences of {longest:,} tokens" in rows
+    page.evaluate(
+        "const box = document.getElementById('curve').getBoundingClientRect();"
+        "document.getElementById('curve').dispatchEvent(new PointerEvent('pointermove',"
+        "{clientX: box.left + box.width / 2}))"
+    )
+    assert text_of(page, "at").startswith(f"{longest // 2:,} tokens: ")
+    assert not page.errors
+
+
+def test_settings_are_sent_with_a_chat(paged: Served, page: Page) -> None:
+    page.open(f"{paged.url}/")
+    page.wait("document.querySelectorAll('#holds .bar').length > 0")
+    page.evaluate(
+        "const old = window.fetch; window.sent = [];"
+        "window.fetch = (path, said) => { if (said.body) sent.push(said.body);"
+        " return old(path, said); };"
+        "for (const [id, value] of [['system', 'Be brief.'], ['temperature', '0'],"
+        " ['most', '7'], ['stops', 'END\\nSTOP']])"
+        " document.getElementById(id).value = value;"
+    )
+    ask(page, "Count.")
+    page.wait("/^7 tokens/.test(document.getElementById('speed').textContent)")
+    body = json.loads(page.evaluate("sent[0]"))
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Count."},
+    ]
+    assert (body["temperature"], body["max_tokens"]) == (0, 7)
+    assert body["stop"] == ["END", "STOP"]
+
+
+MARKDOWN = """# Title
+Some **bold**, *slanted* and `code`, [a link](https://example.org/a) and
+[no link](javascript:alert(1)).
+
+```python
+def f(x):
+    return "<b>"
+```
+- one
+- two
+  1. inner
+
+| a | b |
+|---|---|
+| 1 | <script>alert(1)</script> |
+
+> said <img src=x onerror=alert(1)>
+"""
+
+
+def test_markdown_becomes_elements_and_never_markup(paged: Served, page: Page) -> None:
+    page.open(f"{paged.url}/")
+    page.evaluate(
+        "const box = document.createElement('div'); box.id = 'made';"
+        f"box.append(markdown({json.dumps(MARKDOWN)})); document.body.append(box)"
+    )
+
+    def found(selector: str) -> list[str]:
+        script = f"[...document.querySelectorAll('#made {selector}')]"
+        return json.loads(
+            page.evaluate(f"JSON.stringify({script}.map((x) => x.textContent))")
+        )
+
+    assert found("h3") == ["Title"] and found("strong") == ["bold"]
+    assert found("em") == ["slanted"] and found("p code") == ["code"]
+    assert found("pre code") == ['def f(x):\n    return "<b>"']
+    assert found("ul > li")[0] == "one" and found("ol > li") == ["inner"]
+    assert found("th") == ["a", "b"]
+    assert found("td") == ["1", "<script>alert(1)</script>"]
+    assert found("a") == ["a link"]
+    assert "[no link](javascript:alert(1))" in "".join(found("p"))
+    assert found("blockquote") == ["said <img src=x onerror=alert(1)>"]
+    assert not found("img") and not found("script") and not page.errors
+
+
+TEXTS = st.text(st.sampled_from("ab *_`#>-|[]()<1.\n~&\"'"), max_size=60)
+RENDERED = """JSON.stringify(TEXTS.map((text) => {
+  const box = document.createElement('div');
+  box.append(markdown(text));
+  const runs = 'script,img,iframe,object,link,style,form,[onerror],[onclick]';
+  return [box.textContent, box.querySelectorAll(runs).length];
+}))"""
+
+
+def letters(text: str) -> str:
+    return "".join(letter for letter in text if letter in "ab")
+
+
+def test_any_text_is_rendered_whole_and_nothing_runs(paged: Served, page: Page) -> None:
+    """Letters stay in their order. Only a fence's language and a link's target are not
+    part of the text."""
+    page.open(f"{paged.url}/")
+
+    @given(st.lists(TEXTS, min_size=40, max_size=60))
+    @settings(max_examples=5, deadline=None)
+    def law(texts: list[str]) -> None:
+        script = RENDERED.replace("TEXTS", json.dumps(texts))
+        made = json.loads(page.evaluate(script))
+        for text, (seen, running) in zip(texts, made, strict=True):
+            assert not running, text
+            if not set("`~(") & set(text):
+                assert letters(seen) == letters(text), text
+
+    law()
 
 
 def test_a_model_without_a_template_continues_texts(page: Page) -> None:
@@ -141,4 +272,5 @@ def test_the_page_needs_nothing_else_and_says_so(served: Served) -> None:
     )
     assert found.headers["content-security-policy"] == POLICY
     assert "http://" not in found.text and "https://" not in found.text
-    assert httpx.get(f"{served.url}/v1/cache").status_code == 401
+    for path in ("cache", "plan"):
+        assert httpx.get(f"{served.url}/v1/{path}").status_code == 401

@@ -280,6 +280,16 @@ def test_answers_are_counted_one_by_one(files: tuple[Path, Path]) -> None:
     assert found["measured_on"]["retrieval"]["questions"] == 3
 
 
+def test_the_baseline_answers_the_same_questions(files: tuple[Path, Path]) -> None:
+    first = Tokenizer(LATHE).encode("c is <")[0]
+    wrong, right = Stub(wrong=(first,)), Stub()
+    found = evaluate(wrong, right, retrieval=files[1], every=2, both=True)
+    assert found["retrieval_exact_match"] == pytest.approx(2 / 3)
+    assert found["retrieval_exact_match_baseline"] == 1
+    found = evaluate(right, wrong, retrieval=files[1], every=2, both=True)
+    assert found["retrieval_exact_match_baseline"] == pytest.approx(2 / 3)
+
+
 def test_windows_shrink_and_long_questions_go(files: tuple[Path, Path]) -> None:
     found = evaluate(Stub(longest=16), Stub(), files[0])
     assert found["measured_on"]["text"]["window_tokens"] == 16
