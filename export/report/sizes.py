@@ -9,7 +9,7 @@ from kvlathe.plan.index import Bucket
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import lengths_up_to
 
-KINDS = ("k", "v", "scales", "scores", "waiting")
+KINDS: tuple[str, ...] = ("k", "v", "scales", "scores", "waiting")
 NAMES = {
     "k": "K",
     "v": "V",
@@ -59,7 +59,10 @@ def _mean(layout: CacheLayout, tokens: int) -> dict[str, float]:
     page the sequence stands, as in ``kvlathe.plan.memory.bytes_left``."""
     lengths = range(max(1, tokens - layout.plan.page_tokens), max(2, tokens))
     found = [_of(layout, length) for length in lengths]
-    return {kind: sum(one[kind] for one in found) / len(found) for kind in KINDS}
+    sums = dict.fromkeys(KINDS, 0.0)
+    for one in found:
+        sums = {kind: sums[kind] + one[kind] for kind in KINDS}
+    return {kind: total / len(found) for kind, total in sums.items()}
 
 
 def _of(layout: CacheLayout, tokens: int, sealed: bool = False) -> dict[str, float]:
