@@ -49,6 +49,8 @@ POWER = 2.0
 LEAST_POWER, MOST_GROWTH = 0.5, 4.0
 """Guesses trust no smaller power, and go no further from what was measured than to so
 many times as much."""
+MOST_KL = 100.0
+"""Nats a token that stand for all above: a score is never 0."""
 TINY = 1e-9
 """Nats a token that stand for none."""
 
@@ -82,6 +84,7 @@ class Searcher:
     kl: Callable[[Made], float] | None = None
     said: list[npt.NDArray[np.int64]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)  # questions, the newest first
+    lost: dict[str, float] = field(default_factory=dict)  # KL by the plan's digest
 
     def oracle(self, made: Made) -> TorchOracle:
         return TorchOracle(reading(decoder_from(self.checkpoint, *made)))
@@ -143,9 +146,12 @@ class Searcher:
     def _measure(self, made: Made, what: str, exam: Exam) -> float:
         if exam.metric == "kl":
             assert self.kl is not None
-            lost = self.kl(made)
+            plan = made[0].digest
+            if plan not in self.lost:  # neighbouring sizes often have the same ranks
+                self.lost[plan] = self.kl(made)
+            lost = self.lost[plan]
             log.info("%s: KL %.4g", what, lost)
-            return math.exp(-lost)
+            return math.exp(-min(lost, MOST_KL))
         if exam.metric == "agreement" and not self.said:
             whole = self.oracle(self._uncompressed())
             self.said = [says(whole, window) for window in exam.windows]

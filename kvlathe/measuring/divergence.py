@@ -17,6 +17,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.measuring.layerwise import BothModels
 from kvlathe.measuring.losses import Sums, text_sums
 from kvlathe.measuring.sequences import Group, Passage
+from kvlathe.plan.measurement import finite
 
 STRIDE = 2
 """Every so many places of a window are scored: neighbours say nearly the same, and the
@@ -45,8 +46,9 @@ class Divergence:
 
     def kl(self, made: Made) -> float:
         """Nats a token that a plan and its basis lose in the window where they lose
-        most; at least 0."""
-        return max(0.0, *(one.kl / one.rows for one in self.sums(made)))
+        most; at least 0. What is no number is more than any."""
+        lost = [finite(one.kl / one.rows) for one in self.sums(made)]
+        return max(0.0, *lost)
 
     def sums(self, made: Made) -> list[Sums]:
         """The sums of each window."""

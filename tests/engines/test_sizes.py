@@ -3,6 +3,7 @@ exp(-KL)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from kvlathe.engines.job import prepare
 from kvlathe.engines.order import accept
 from kvlathe.engines.planning import Planned, plan_for
 from kvlathe.engines.pricing import exam_of
+from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.methods.lowrank import left
+from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.search import FINER
 from kvlathe.measuring.divergence import Divergence
 from kvlathe.plan.plan import SEARCHED
@@ -39,10 +42,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with heads that are worth cutting."""
     folder = tmp_path_factory.mktemp("model")
-    made = make_model(folder, "Llama", sizes(64, 2, 1, head_dim=64))
-    for weight in made.parameters():
-        weight.data.mul_(3)  # so that logits say something
-    made.save_pretrained(folder)
+    make_model(folder, "Llama", sizes(64, 2, 1, head_dim=64))
     return folder
 
 
@@ -58,7 +58,15 @@ def config(model: Path, compression: str, **options: Any) -> BuildConfig:  # noq
 
 
 def planned(model: Path, compression: str, **options: Any) -> Planned:  # noqa: ANN401
-    job = prepare(accept(config(model, compression, **options)))
+    """Planned on statistics of few tokens, which are taken once."""
+    path = model.parent / f"{model.name}.npz"
+    if not path.is_file():
+        sequences = random_sequences(97, 400, 0, 200)
+        calibrate_on(Checkpoint(model), sequences, 0, {}, with_entropies=False).save(
+            path
+        )
+    asked = config(model, compression, stats=path, **options)
+    job = prepare(accept(dataclasses.replace(asked, calibration=None)))
     return plan_for(job.order, job.checkpoint)
 
 

@@ -3,6 +3,7 @@ first positions and at the last ones."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.sealed import reading
 from kvlathe.measuring.divergence import STRIDE, Divergence
+from kvlathe.measuring.losses import Sums
+from kvlathe.plan.measurement import MOST
 from tests.support.checkpoints import make_model, sizes
 
 IDS = np.random.default_rng(2).integers(0, 97, (2, 150)).tolist()
@@ -94,3 +97,12 @@ def test_every_second_window_lies_at_the_end_of_the_longest_sequence(
     plan = made(checkpoint, "fdc", 0.5)
     each = [one.kl / one.rows for one in divergence.sums(plan)]
     assert divergence.kl(plan) == max(each) and each[0] != each[1]
+
+
+def test_what_is_no_number_is_more_than_any(
+    model: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divergence = Divergence(Checkpoint(model[0]), IDS)
+    broken = [Sums(rows=1, kl=0.5), Sums(rows=1, kl=math.nan)]
+    monkeypatch.setattr(divergence, "sums", lambda _: broken)
+    assert divergence.kl(made(divergence._checkpoint, "fdc", 0.5)) == MOST
