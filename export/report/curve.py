@@ -12,7 +12,16 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from kvlathe.base.console import cell
-from kvlathe.export.report.figure import KEY, LAYERS, MUTED, VALUE, axes, styled, svg
+from kvlathe.export.report.figure import (
+    HALF,
+    KEY,
+    LAYERS,
+    MUTED,
+    VALUE,
+    axes,
+    styled,
+    svg,
+)
 
 LOST = 0.25
 """Share of the uncompressed score at which the chart ends: no plan below it is of use,
@@ -36,7 +45,7 @@ def accuracy_curve(curve: Mapping[str, Any], sizes: Sizes) -> Markup:
     """Score against bytes: one line for each request that was measured (point["of"]),
     the score that had to be kept."""
     names = group_names(curve)
-    figure, ax = axes(3.4 if len(names) == 1 else 4.2)
+    figure, ax = axes(3.4 + 0.19 * (len(names) + 4) / 2, HALF)
     for i, name in enumerate(names):
         _draw_group(ax, curve, sizes.whole, name, i, len(names))
     ax.axhline(curve["baseline"], color=MUTED, lw=0.9, label="uncompressed")
@@ -46,10 +55,8 @@ def accuracy_curve(curve: Mapping[str, Any], sizes: Sizes) -> Markup:
         ax.axvline(sizes.chosen, color=MUTED, lw=0.9, ls=":", label="this engine")
     _score_axis(ax, curve)
     _bytes_axis(ax, sizes)
-    if len(names) == 1:
-        ax.legend(loc="best")
-    else:
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     return svg(figure, "curve", f"{curve['metric']} against bytes of a token")
 
 
@@ -121,7 +128,7 @@ def _bytes_axis(ax: Axes, sizes: Sizes) -> None:
     ax.set_xticks([], minor=True)
     common = "" if sizes.common is None else f", {cell(sizes.common)} in 16 bit"
     whole = cell(sizes.whole)
-    ax.set_xlabel(f"KV bytes of a token, log scale (uncompressed: {whole}{common})")
+    ax.set_xlabel(f"KV bytes of a token (uncompressed: {whole}{common})")
 
 
 def _halves(most: float, limits: Sequence[float]) -> list[float]:

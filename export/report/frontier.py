@@ -3,7 +3,7 @@ page or as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlathe.export.report.figure import (
+    HALF,
     INK,
     KEY,
     LAYERS,
@@ -70,11 +71,25 @@ class Chart:
         return 1 + ROOM * max(self.perplexity - 1, 0.002)
 
 
-def on_page(chart: Chart) -> Markup:
-    """Draw the chart as an <svg> element."""
+def on_page(chart: Chart) -> tuple[Markup, Markup]:
+    """Draw both panels as <svg> elements, each with its legend: a phone shows one below
+    the other."""
     with styled_in(ON_PAGES):
-        words = "Perplexity and retrieval of every plan against its bytes"
-        return svg(_figure(chart, ON_PAGES), "frontier", words)
+        words = "of every plan against its bytes"
+        return (
+            svg(_panel(chart, _draw_perplexity), "perplexity", f"Perplexity {words}"),
+            svg(_panel(chart, _draw_retrieval), "retrieval", f"Retrieval {words}"),
+        )
+
+
+def _panel(chart: Chart, draw: Callable[[Axes, Chart, Colours], None]) -> Figure:
+    rows = -(-(len(chart.series) + 2) // 2)
+    figure = Figure(figsize=(HALF, 3.4 + 0.19 * rows), layout="constrained")
+    ax = figure.subplots()
+    draw(ax, chart, ON_PAGES)
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    return figure
 
 
 def picture(chart: Chart, title: str, path: Path) -> None:
@@ -125,7 +140,7 @@ def _draw_perplexity(ax: Axes, chart: Chart, colours: Colours) -> None:
     room = 0.05 * (top - 1)
     lower = least - room
     ax.set_ylim(lower, top + room)
-    ax.set_title(f"perplexity ratio (worse than {chart.top:.3g}: on the upper edge)")
+    ax.set_title(f"perplexity ratio (above {chart.top:.3g}: on the edge)")
     _bytes_axis(ax, chart)
 
 
@@ -206,4 +221,4 @@ def _bytes_axis(ax: Axes, chart: Chart) -> None:
     labels = [f"{tick:.3g}" for tick in ticks]
     ax.set_xticks(ticks, labels)
     ax.set_xticks([], minor=True)
-    ax.set_xlabel("bytes left of the uncompressed 16-bit cache, log scale")
+    ax.set_xlabel("bytes left of the uncompressed 16-bit cache")

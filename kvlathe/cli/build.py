@@ -4,6 +4,9 @@ and its reusable first half."""
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +45,7 @@ from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.plan import SEARCHED
 from kvlathe.plan.weight_formats import BITS, FLOATS
 
+log = logging.getLogger("kvlathe")
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A decorator that adds a flag to a command."""
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
@@ -327,10 +331,23 @@ def build_command(
         return builds.preview(config)
     with recorded() as phases:
         engine = builds.build(config)
+    name_frontier(model, config.compression, config.output_dir)
     seconds = time.monotonic() - started
     of_phases = [dataclasses.asdict(phase) for phase in phases]
     described = describe(engine, config.tensor_parallel_size)
     return {**described, "seconds": seconds, "phases": of_phases}
+
+
+def name_frontier(model: Path, compression: str, engine: Path) -> None:
+    """Name the command that measures other plans of the model, where ``auto`` chose
+    this one."""
+    if "auto" not in re.split(r"[:+]", compression):
+        return
+    folder = engine.parent / "frontier"
+    words = ["kvlathe", "frontier", "--model", str(model), "--output", str(folder)]
+    log.info(
+        "other plans of this model, measured and drawn beside it: %s", shlex.join(words)
+    )
 
 
 def describe(engine: Path, num_shards: int = 1) -> Result:

@@ -32,7 +32,7 @@ def write(
         chosen=chosen,
         bound=bound,
         margin=RETRIEVAL_MARGIN,
-        chart=on_page(chart),
+        charts=on_page(chart),
         style=Markup(STYLE),
         cell=cell,
         human=human_bytes,

@@ -78,6 +78,7 @@ function continues() {
   shown("kvlathe", "This model has no chat template: it continues your text.", "note");
 }
 async function post(signal) {
+  if (chats && plan && !plan.chats) continues();
   const path = chats ? "v1/chat/completions" : "v1/completions";
   const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(request()), signal });
   if (response.ok) return response;

@@ -44,7 +44,7 @@ def docs_page(api: Schema) -> str:
         for method, said in methods.items()
     ]
     template = _template("docs.html.j2", trim_blocks=True)
-    return template.render(info=api["info"], operations=operations)
+    return template.render(info=api["info"], operations=operations, style=Markup(STYLE))
 
 
 def _template(name: str, trim_blocks: bool = False) -> jinja2.Template:

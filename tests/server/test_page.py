@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvlathe.plan.memory import bytes_left
 from kvlathe.runtime.llm import LLM
 from kvlathe.server.pages import POLICY
-from tests.support.browser import CHROMIUM, Page, browsing
+from tests.support.browser import CHROMIUM, WIDTHS, Page, browsing
 from tests.support.runtime_cases import built_folder, llm
 from tests.support.serving_cases import KEY, Served, serving, with_template
 
@@ -145,6 +145,34 @@ def test_an_idle_page_shows_the_plan_and_what_a_full_cache_holds(
     )
     assert text_of(page, "at").startswith(f"{longest // 2:,} tokens: ")
     assert not page.errors
+
+
+LONG = "Look:\n\n```\n" + "x" * 200 + "\n```\n\n" + "y" * 300 + " `" + "z" * 200 + "`"
+
+
+def test_the_page_is_whole_at_every_width(paged: Served, page: Page) -> None:
+    """Idle, with its settings open, during an answer and after it."""
+    for width in WIDTHS:
+        page.looks(width, 844)
+        page.open(f"{paged.url}/")
+        page.wait("document.querySelectorAll('#heads span').length > 0")
+        assert page.cut() == [], f"idle at {width} pixels"
+        shoot(page, f"idle{width}")
+        page.evaluate("document.getElementById('opens').click()")
+        assert page.cut() == [], f"settings at {width} pixels"
+        page.evaluate("document.getElementById('opens').click()")
+        ask(page, LONG)
+        page.wait("document.querySelectorAll('.turn.answer').length === 1")
+        page.evaluate(
+            "const body = shown('model', '', 'answer');"
+            f"body.append(markdown({json.dumps(LONG)}))"
+        )
+        assert page.cut() == [], f"answering at {width} pixels"
+        page.evaluate("document.getElementById('stop').click()")
+        page.wait("!document.getElementById('send').disabled")
+        assert page.cut() == [], f"answered at {width} pixels"
+    page.open(f"{paged.url}/docs")
+    assert page.cut() == [] and page.errors == []
 
 
 def test_settings_are_sent_with_a_chat(paged: Served, page: Page) -> None:

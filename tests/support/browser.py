@@ -15,12 +15,39 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTHS = (1280, 390)
+"""Pixels: a desk's screen and a phone."""
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run")
+
+
+CUT = """JSON.stringify((() => {
+  const found = [], wide = document.documentElement.clientWidth;
+  const named = (e) => `${e.tagName} #${e.id} .${e.className.baseVal ?? e.className} `
+    + (e.textContent || '').trim().slice(0, 40);
+  if (document.documentElement.scrollWidth > wide) found.push('the page');
+  for (const e of document.querySelectorAll('body *')) {
+    const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+    if (!box.width || !box.height || style.visibility === 'hidden'
+      || e.closest('.code pre')) continue;
+    const chart = e.closest('svg');
+    if (chart && chart !== e) {
+      const own = chart.getBoundingClientRect();
+      if (e.tagName === 'text' && (box.left < own.left - 2 || box.right > own.right + 2
+        || box.top < own.top - 2 || box.bottom > own.bottom + 2)) found.push(named(e));
+      continue;
+    }
+    if (box.right > wide + 1 || box.left < -1) found.push(named(e));
+    if (style.overflowX !== 'visible' && e.scrollWidth > e.clientWidth + 1
+      && e.tagName !== 'TEXTAREA') found.push(named(e));
+  }
+  return found;
+})())"""
+"""Lines of a program may scroll; nothing else may."""
 
 
 class Page:
     """One page. ``asked``: every address that it requested; ``errors``: what its
-    scripts threw."""
+    scripts threw, and errors that its console shows."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source, self._target = source, target
@@ -30,7 +57,7 @@ class Page:
         made = self.call("Target.createTarget", url="about:blank")
         where = {"targetId": made["targetId"], "flatten": True}
         self._session = self.call("Target.attachToTarget", **where)["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
+        for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
@@ -66,6 +93,12 @@ class Page:
             self.asked.append(params["request"]["url"])
         if message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"]))
+        said = message.get("method") == "Runtime.consoleAPICalled"
+        if said and params["type"] in ("error", "assert"):
+            self.errors.append(json.dumps(params["args"]))
+        entry = params.get("entry", {})
+        if message.get("method") == "Log.entryAdded" and entry["level"] == "error":
+            self.errors.append(json.dumps(entry))
 
     def evaluate(self, script: str) -> Any:  # noqa: ANN401
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True)
@@ -90,6 +123,11 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def cut(self) -> list[str]:
+        """Elements that reach beyond the window's sides, that hold more than they show,
+        or whose text leaves its chart."""
+        return json.loads(self.evaluate(CUT))
 
     def screenshot(self, path: Path) -> None:
         shot = self.call("Page.captureScreenshot", format="png")
