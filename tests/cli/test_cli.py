@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import main as cli
 from kvlathe.cli import run as cli_run
 from kvlathe.cli.groups import GROUPS, Grouped, first_sentence
+from kvlathe.cli.frontier import frontier_command
 from kvlathe.cli.show import rank_table
 from kvlathe.export.model.spec import read_spec
 from kvlathe.tasks.tasks import read_texts
@@ -391,3 +393,22 @@ def test_a_report_names_the_command_as_one_would_type_it(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [started, "build", "--model", "a model"])
     assert cli_build.command_line() == f"{named} build --model 'a model'"
+
+
+def test_a_build_with_auto_names_the_command_of_the_frontier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one would type it, and only where ``auto`` chose."""
+    said: list[str] = []
+    monkeypatch.setattr(cli_build.log, "info", lambda text, *x: said.append(text % x))
+    model, engine = Path("models/a b"), Path("out/engine")
+    for plain in ("hack:bits=4", "none", "duo:share=0.5"):
+        cli_build.name_frontier(model, plain, engine)
+    assert not said
+    for chosen in ("auto", "auto:arithmetic=int", "fdc+auto"):
+        cli_build.name_frontier(model, chosen, engine)
+    assert len(said) == 3
+    program, name, *options = shlex.split(said[0].split(": ", 1)[1])
+    assert (program, name) == ("kvlathe", "frontier")
+    asked = frontier_command.make_context(name, options).params
+    assert asked["model"] == model and asked["output"] == Path("out/frontier")

@@ -62,15 +62,16 @@ def serving(
     max_new_tokens: int | None = None,
     origins: Sequence[str] = (),
     body_seconds: float = BODY_SECONDS,
+    name: str = MODEL_NAME,
 ) -> Generator[Served]:
     """Serve until the block ends."""
-    metrics = Metrics(MODEL_NAME)
+    metrics = Metrics(name)
     engine = AsyncEngine(llm, max_waiting, metrics)
     metrics.watch(engine)
     app = create_app(
         engine,
         metrics,
-        MODEL_NAME,
+        name,
         keys,
         max_body,
         max_new_tokens,
