@@ -26,8 +26,8 @@ from kvlathe.cli import common as cli_common
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import main as cli
 from kvlathe.cli import run as cli_run
-from kvlathe.cli.groups import GROUPS, Grouped, first_sentence
 from kvlathe.cli.frontier import frontier_command
+from kvlathe.cli.groups import GROUPS, Grouped, first_sentence
 from kvlathe.cli.show import rank_table
 from kvlathe.export.model.spec import read_spec
 from kvlathe.tasks.tasks import read_texts
