@@ -99,7 +99,7 @@ def test_every_second_window_lies_at_the_end_of_the_longest_sequence(
     assert divergence.kl(plan) == max(each) and each[0] != each[1]
 
 
-def test_what_is_no_number_is_more_than_any(
+def test_a_divergence_that_is_no_number_is_more_than_any(
     model: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divergence = Divergence(Checkpoint(model[0]), IDS)
