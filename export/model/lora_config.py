@@ -11,7 +11,7 @@ from typing import cast
 
 from kvlathe.base.adapters import CONFIG, WEIGHTS, Adapter
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.tokenizer_files import read_object
+from kvlathe.base.json_files import read_object
 from kvlathe.export.model.shards import PICKLES
 
 Numbers = Mapping[str, float]

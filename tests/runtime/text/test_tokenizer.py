@@ -17,7 +17,12 @@ from transformers import AutoTokenizer
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.tokenizer import TextStream, Tokenizer
+from kvlathe.runtime.text.tokenizer import (
+    UNFINISHED,
+    TextStream,
+    Tokenizer,
+    byte_alphabet,
+)
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support.runtime_cases import MODEL
 
@@ -166,6 +171,8 @@ def test_without_a_template_there_is_no_chat() -> None:
 
 
 NULL = {"eos_token_id": None}
+SIZE = 3 + 256 + len("▁helow")
+"""Tokens of ``sentencepiece_like``."""
 
 
 @pytest.mark.parametrize(
