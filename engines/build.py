@@ -20,7 +20,8 @@ from typing import Any
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import model_name
-from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
+from kvlathe.base.json_files import read_object
+from kvlathe.base.tokenizer_files import FILES, GENERATION
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.config import BuildConfig
@@ -267,7 +268,7 @@ def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if ends:
+    if ends or (source / GENERATION).is_file():
         settings = read_object(source / GENERATION) | {"eos_token_id": list(ends)}
         (folder / GENERATION).write_text(json.dumps(settings, indent=1), "utf-8")
 

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import require
-from kvlathe.base.tokenizer_files import eos_ids, has_backend, read_backend
+from kvlathe.base.tokenizer_files import (
+    eos_ids,
+    has_backend,
+    read_backend,
+    unknown_tokens,
+    unsaid_ends,
+)
 from kvlathe.engines.backends import BACKENDS, check_windows
 from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
 from kvlathe.engines.folder import nearest_parent
@@ -163,10 +169,31 @@ def _check_tokenizer(job: Job) -> None:
             "into that folder",
             job.checkpoint.path,
         )
+    _check_unsaid(job.checkpoint)
     if not job.eos_ids:
         log.warning(
             "%s names no end-of-text token: only a length ends its answers",
             job.checkpoint.path,
+        )
+
+
+def _check_unsaid(checkpoint: Checkpoint) -> None:
+    """Tell of tokens that are declared and that the model does not have."""
+    path, rows = checkpoint.path, checkpoint.spec.vocab_size
+    backend = read_backend(path) if has_backend(path) else None
+    if ends := unsaid_ends(path, backend):
+        log.warning(
+            "%s says that %s ends a text: ignored, as the model has the tokens 0 to %d",
+            path,
+            ", ".join(map(str, ends)),
+            rows - 1,
+        )
+    if unknown := unknown_tokens(path, rows):
+        log.warning(
+            "%s declares %s: ignored, as the model has the tokens 0 to %d alone",
+            path,
+            ", ".join(unknown[:4]) + (", ..." if unknown[4:] else ""),
+            rows - 1,
         )
 
 

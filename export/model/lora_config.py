@@ -11,9 +11,9 @@ from typing import cast
 
 from kvlathe.base.adapters import CONFIG, WEIGHTS, Adapter
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_files import read_object
 from kvlathe.base.limited import LimitError
 from kvlathe.base.patterns import fullmatch
-from kvlathe.base.tokenizer_files import read_object
 from kvlathe.export.model.shards import PICKLES
 
 PLAIN = re.compile(r"[\w.]+")

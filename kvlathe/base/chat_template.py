@@ -22,8 +22,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_files import REPLACE, read_object
 from kvlathe.base.limited import Limited
-from kvlathe.base.tokenizer_files import REPLACE, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "tokenizer_config.json"

@@ -18,7 +18,8 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.base.gguf_files import SUFFIX, gguf_of, is_model, several
-from kvlathe.base.tokenizer_files import FILES, read_object
+from kvlathe.base.json_files import read_object
+from kvlathe.base.tokenizer_files import FILES
 
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 NAME = re.compile(rf"(?!.*(?:\.\.|--)){PART}/{PART}")

@@ -8,39 +8,29 @@ both see the same text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
+from kvlathe.base.added_tokens import ADDED_FILES, declared
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_files import REPLACE, read_object
 
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 GENERATION = "generation_config.json"
+CONFIG = "config.json"
 FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    *ADDED_FILES,
     "chat_template.jinja",
     GENERATION,
 )
 """All that text is read and written by."""
 
-REPLACE = "replace it with the checkpoint's own file"
-
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json, without its truncation and padding. Raises KvlatheError
-    where there is none."""
+    """Read tokenizer.json, without its truncation and padding, and make it know the
+    tokens that the files beside it declare. Raises KvlatheError where there is none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise KvlatheError(
@@ -54,25 +44,16 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise KvlatheError(f"{path} cannot be read", str(error), REPLACE) from error
     backend.no_truncation()
     backend.no_padding()
+    declared(folder).add_to(backend)
+    settings = read_object(folder / "tokenizer_config.json")
+    backend.encode_special_tokens = settings.get("split_special_tokens") is True
     return backend
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Texts by name (of SPECIAL_TOKENS): tokenizer_config.json, else
-    special_tokens_map.json, the older place."""
-    texts: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        entries = read_object(folder / file)
-        texts |= {
-            name: text for name in SPECIAL_TOKENS if (text := _text(entries.get(name)))
-        }
-    return texts
-
-
-def _text(entry: object) -> str | None:
-    """Special tokens are written as strings or as {"content": string, ...}."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    return text if isinstance(text, str) else None
+    """Texts of special tokens by name: bos_token, eos_token, ..."""
+    named = declared(folder).named
+    return {name: token.content for name, token in named.items()}
 
 
 def has_backend(folder: Path) -> bool:
@@ -87,9 +68,38 @@ def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None) -> tuple[int, ..
 
     The first of these that names any: eos_token_id (one or a list) of
     generation_config.json, then of config.json, then the tokenizer's eos_token. A null
-    names none. An engine folder holds what a build found in the first.
+    names none, nor does an id that the model has no embedding of: it can never say it.
+    An engine folder holds what a build found in the first.
     """
-    for file in (GENERATION, "config.json"):
+    rows = vocabulary_size(folder)
+    for ids in _named_ends(folder, backend):
+        if said := tuple(one for one in ids if rows is None or one < rows):
+            return said
+    return ()
+
+
+def unsaid_ends(folder: Path, backend: tokenizers.Tokenizer | None) -> tuple[int, ...]:
+    """The ids that are named as ends and are no token of the model."""
+    rows = vocabulary_size(folder)
+    named = {one for ids in _named_ends(folder, backend) for one in ids}
+    return tuple(sorted(one for one in named if rows is not None and one >= rows))
+
+
+def vocabulary_size(folder: Path) -> int | None:
+    """The rows of the embedding, by a checkpoint's config.json."""
+    config = read_object(folder / CONFIG)
+    inner = config.get("text_config")
+    for one in (config, inner if isinstance(inner, dict) else {}):
+        if type(size := one.get("vocab_size")) is int:
+            return size
+    return None
+
+
+def _named_ends(
+    folder: Path, backend: tokenizers.Tokenizer | None
+) -> Iterator[Sequence[int]]:
+    """The ids that each place names. Raises KvlatheError for what is no id."""
+    for file in (GENERATION, CONFIG):
         given = read_object(folder / file).get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if any(type(one) is not int or one < 0 for one in ids):
@@ -98,14 +108,13 @@ def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None) -> tuple[int, ..
                 "token ids are whole numbers",
                 REPLACE,
             )
-        if ids:
-            return tuple(ids)
+        yield ids
     token = (
         None
         if backend is None
         else backend.token_to_id(special_tokens(folder).get("eos_token", ""))
     )
-    return () if token is None else (token,)
+    yield () if token is None else (token,)
 
 
 def separator(ids: Sequence[int]) -> int:
@@ -119,37 +128,31 @@ def separator(ids: Sequence[int]) -> int:
     return ids[0]
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is no such file. Raises KvlatheError
-    where it holds anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except RecursionError as error:
-        raise KvlatheError(
-            f"{path} cannot be read", "it is nested too deep", REPLACE
-        ) from error
-    except (OSError, ValueError) as error:
-        raise KvlatheError(f"{path} cannot be read", str(error), REPLACE) from error
-    if not isinstance(value, dict):
-        raise KvlatheError(f"{path} cannot be read", "it is not a JSON object", REPLACE)
-    return value
-
-
 def check(folder: Path, vocab_size: int) -> None:
     """Raise KvlatheError where one of FILES cannot be read, or where the tokenizer
-    gives ids that a model of ``vocab_size`` tokens does not have."""
+    writes texts with ids that a model of ``vocab_size`` tokens does not have. Added
+    tokens may have such ids (``unknown_tokens``)."""
     for name in FILES:
         if name.endswith(".json") and name != "tokenizer.json":
             read_object(folder / name)
     if not has_backend(folder):
         return
-    ids = read_backend(folder).get_vocab(with_added_tokens=True).values()
-    most = max(ids, default=0)
+    backend = read_backend(folder)
+    added = backend.get_added_tokens_decoder()
+    ids = backend.get_vocab(with_added_tokens=False).values()
+    most = max((one for one in ids if one not in added), default=0)
     if most >= vocab_size:
         raise KvlatheError(
             f"the tokenizer in {folder} gives ids up to {most}",
             f"the model has embeddings of the tokens 0 to {vocab_size - 1}",
             REPLACE,
         )
+
+
+def unknown_tokens(folder: Path, vocab_size: int) -> list[str]:
+    """Added tokens that a model of ``vocab_size`` tokens has no embedding of: it never
+    says them, and a prompt that has one is refused."""
+    if not has_backend(folder):
+        return []
+    added = read_backend(folder).get_added_tokens_decoder()
+    return [added[one].content for one in sorted(added) if one >= vocab_size]

@@ -16,8 +16,9 @@ from kvlathe.engines.cache import root
 from kvlathe.runtime.llm import LLM
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 COPIED = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "generation_config.json",
     "chat_template.jinja",
@@ -33,6 +34,8 @@ def card_of(engine: Path, llm: LLM) -> Path:
         source = engine / name
         if source.exists():
             files[name] = source.read_bytes()
+    if TOKENIZER in files:  # with the tokens that other files declare
+        files[TOKENIZER] = llm.tokenizer.backend.to_str().encode()
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {len(data)}\n".encode() + data)

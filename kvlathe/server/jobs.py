@@ -164,7 +164,7 @@ class Jobs:
         return (
             Echo(ids, given, tokenizer.starts(given))
             if isinstance(given, str)
-            else Echo(ids, tokenizer.decode(ids), None)
+            else Echo(ids, tokenizer.decode_whole(ids), None)
         )
 
     def _encode(self, text: str, param: str, special: bool) -> list[int]:

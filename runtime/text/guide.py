@@ -206,15 +206,33 @@ class Guides:
             raise EngineStopped("the engine is closed", "no structure is compiled now")
         if seconds not in self._trials:
             setup = {
-                "tokenizer": self._tokenizer.backend.to_str(),
+                "tokenizer": self._known_tokens,
                 "vocabulary": self._vocabulary,
-                "ends": list(self._tokenizer.eos_ids) or None,
+                "ends": self._ends,
                 "limits": LIMITS,
             }
             self._trials[seconds] = Trials(setup, seconds)
         if self._closed:
             self._trials[seconds].close()
         return self._trials[seconds]
+
+    @property
+    def _ends(self) -> list[int] | None:
+        """Tokens that end a text. Those that the model never says end none."""
+        ends = [one for one in self._tokenizer.eos_ids if one < self._vocabulary]
+        return ends or None
+
+    @functools.cached_property
+    def _known_tokens(self) -> str:
+        """The tokenizer as JSON, without added tokens that the model never says."""
+        text = self._tokenizer.backend.to_str()
+        ids = self._tokenizer.backend.get_added_tokens_decoder()
+        if max(ids, default=0) < self._vocabulary:
+            return text
+        said = json.loads(text)
+        added = said["added_tokens"]
+        said["added_tokens"] = [one for one in added if one["id"] < self._vocabulary]
+        return json.dumps(said)
 
     @functools.cached_property
     def _walked(self) -> LLTokenizer:
@@ -227,10 +245,10 @@ class Guides:
                 f"{error.name} is not installed",
                 f"run {pip_install('structured')}",
             ) from error
-        text = self._tokenizer.backend.to_str()
-        ends = list(self._tokenizer.eos_ids) or None
         try:
-            return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=ends)
+            return LLTokenizer(
+                self._known_tokens, n_vocab=self._vocabulary, eos_token=self._ends
+            )
         except Exception as error:  # it raises what it likes
             raise StructureError(
                 "this engine's answers cannot be structured",

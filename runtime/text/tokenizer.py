@@ -3,13 +3,13 @@ come, and stop strings.
 
 tokenizer.json decides how text is split and which special tokens frame it (its
 post-processor: transformers 5 reads it the same way and ignores add_bos_token beside
-it); tokenizer_config.json names the special tokens and may hold the chat template;
-generation_config.json has the ids that end a text. How a template runs:
-base/chat_template.py.
+it); base/added_tokens.py says which special tokens there are; generation_config.json has
+the ids that end a text. How a template runs: base/chat_template.py.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Sequence
@@ -25,6 +25,11 @@ from kvlathe.base.errors import KvlatheError
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """The character that a decoder writes for bytes that are no character (yet)."""
 
+
+LONGEST = 8
+"""Tokens that are held back at most while they may be the beginning of a character."""
+CHARACTER = 4
+"""Most bytes of a character."""
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 """The form in which SentencePiece's vocabularies write a byte that is no character."""
@@ -59,10 +64,6 @@ class Tokenizer:
         )
         self.eos_ids = tokenizer_files.eos_ids(folder, backend)
         self.special = tokenizer_files.special_tokens(folder)
-        if backend is not None:
-            backend.add_special_tokens(
-                [t for t in self.special.values() if backend.token_to_id(t) is None]
-            )
         self._backend = backend
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._pieces: dict[int, bytes] = {}
@@ -101,6 +102,27 @@ class Tokenizer:
         if self._backend is None:
             return ""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def inside(self, ids: Sequence[int]) -> int:
+        """Bytes of the character that the tokens, none of them special, end inside of;
+        0 where they end a character, or nothing could complete it."""
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        characters.decode(b"".join(map(self.piece, ids[-CHARACTER:])))
+        return len(characters.getstate()[0])
+
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """``decode`` without the character that the tokens end inside of: what follows
+        them completes it."""
+        text = self.decode(ids)
+        if not text.endswith(UNFINISHED):
+            return text
+        plain = [token for token in ids if token not in self.special_ids]
+        left = self.inside(plain)
+        while left > 0:
+            left -= len(self.piece(plain.pop()))
+        if left < 0:  # a token that ends what came before, too
+            return text[:-1]
+        return self.decode(plain)
 
     def alone(self, token: int) -> str:
         """``decode`` of one token, remembered."""
@@ -197,7 +219,8 @@ class TextStream:
     that end a text.
 
     Text that may be the beginning of a stop string is held back until it is not. The
-    pieces that ``push`` and ``close`` return add up to ``text``.
+    pieces that ``push`` and ``close`` return add up to ``text``, which goes on where
+    ``Tokenizer.decode_whole`` of the prompt ends.
     """
 
     def __init__(
@@ -207,26 +230,51 @@ class TextStream:
         stop: Sequence[str] = (),
         skip_special: bool = True,
     ) -> None:
-        # A few tokens of the prompt come first: what a token reads as can depend on the
-        # one before it.
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids = list(prompt[-4:])
+        self._ids = self._end_of(prompt)
         self._shown = len(self._ids)  # ids whose text is complete
         self._anchor = 0  # where decoding begins
+        # Characters of the text from there that were given out, where that is not all
+        # of the shown ids.
+        self._given: int | None = len(tokenizer.decode_whole(self._ids))
         self._held = ""
         self._shown_names = {} if skip_special else tokenizer.special_names
         self.text = ""
         self.stopped = False
 
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the beginning of a character on: what a
+        token reads as can depend on the one before it."""
+        special, piece = self._tokenizer.special_ids, self._tokenizer.piece
+        ids = [token for token in prompt[-2 * LONGEST :] if token not in special]
+        start = max(0, len(ids) - CHARACTER)
+        for _ in range(CHARACTER - 1):
+            if start and piece(ids[start])[:1] and 0x80 <= piece(ids[start])[0] < 0xC0:
+                start -= 1
+        return ids[start:]
+
     def push(self, token: int) -> str:
         """The text that ``token`` completes, maybe empty. Sets ``stopped`` where a stop
         string ended the text."""
-        self._ids.append(token)
-        piece = self._new_text()
         name = self._shown_names.get(token, "")
-        if piece.endswith(UNFINISHED) and not name:
+        if token not in self._tokenizer.special_ids:
+            self._ids.append(token)
+        elif not name:
             return ""
+        piece = self._new_text()
+        held = self._ids[self._anchor :]
+        if not name and piece.endswith(UNFINISHED) and self._tokenizer.inside(held):
+            return self._broken(piece)
         return self._accept(piece + name)
+
+    def _broken(self, piece: str) -> str:
+        """Nothing while the held ids may become a character. Where they are too many
+        for that, all but their last bytes never will."""
+        if len(self._ids) - self._shown < LONGEST:
+            return ""
+        self._anchor, self._shown = len(self._ids) - CHARACTER, len(self._ids)
+        self._given = len(self._tokenizer.decode_whole(self._ids[self._anchor :]))
+        return self._say(piece[:-1])
 
     def close(self) -> str:
         """End the stream: the text that was held back, broken characters included."""
@@ -238,14 +286,21 @@ class TextStream:
 
     def _new_text(self) -> str:
         tokenizer, anchor = self._tokenizer, self._anchor
+        text = tokenizer.decode(self._ids[anchor:])
+        if self._given is not None:
+            return text[self._given :]
         if self._shown - anchor == 1:  # nearly always
-            before = tokenizer.alone(self._ids[anchor])
-        else:
-            before = tokenizer.decode(self._ids[anchor : self._shown])
-        return tokenizer.decode(self._ids[anchor:])[len(before) :]
+            return text[len(tokenizer.alone(self._ids[anchor])) :]
+        return text[len(tokenizer.decode(self._ids[anchor : self._shown])) :]
 
     def _accept(self, piece: str) -> str:
-        self._anchor, self._shown = self._shown, len(self._ids)
+        if self._given is None and self._shown < len(self._ids):
+            self._anchor = self._shown
+        self._shown, self._given = len(self._ids), None
+        return self._say(piece)
+
+    def _say(self, piece: str) -> str:
+        """Give out a text, but for what may begin a stop string."""
         if not self._stop:
             self.text += piece
             return piece

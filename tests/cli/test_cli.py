@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 
-from kvlathe.base import console, tokenizer_files
+from kvlathe.base import console, json_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.package import __version__
 from kvlathe.cli import build as cli_build
@@ -280,7 +280,7 @@ def test_output_that_cannot_be_written_is_one_sentence(
 def test_json_that_is_nested_too_deep_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[" * 300_000)
     with pytest.raises(KvlatheError, match="nested too deep"):
-        tokenizer_files.read_object(tmp_path / name)
+        json_files.read_object(tmp_path / name)
     (tmp_path / "config.json").write_text("[" * 300_000)
     with pytest.raises(KvlatheError, match=r"config\.json"):
         read_spec(tmp_path)

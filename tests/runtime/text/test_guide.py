@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,3 +220,22 @@ def test_blanks_between_parts_of_json_come_to_an_end() -> None:
     pieces = [tokenizer().piece(token) for token in allowed(guide)]
     assert pieces and all(piece.strip() for piece in pieces)
     assert json.loads("{ }") == {}
+
+
+def test_tokens_that_the_model_never_says_end_no_structure(tmp_path: Path) -> None:
+    """Ends and added tokens beside the rows of the embedding are as if they were not
+    there."""
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    settings = {"extra_special_tokens": ["<|beyond|>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ends = {"eos_token_id": [9999, *tokenizer().eos_ids, VOCABULARY]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    beyond = Tokenizer(tmp_path)
+    assert beyond.encode("<|beyond|>") == [VOCABULARY]
+    choice = Structure.choice(["ab", "a"])
+    found, expected = Guides(beyond, VOCABULARY).guide(choice), guides().guide(choice)
+    for token in tokenizer().encode("a"):
+        assert allowed(found) == allowed(expected)
+        found.accept(token)
+        expected.accept(token)
+    assert allowed(found) == allowed(expected) and found.failure is None

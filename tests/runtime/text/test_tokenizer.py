@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import threading
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,12 @@ from transformers import AutoTokenizer
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.tokenizer import TextStream, Tokenizer
+from kvlathe.runtime.text.tokenizer import (
+    UNFINISHED,
+    TextStream,
+    Tokenizer,
+    byte_alphabet,
+)
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support.runtime_cases import MODEL
 
@@ -166,6 +174,8 @@ def test_without_a_template_there_is_no_chat() -> None:
 
 
 NULL = {"eos_token_id": None}
+SIZE = 3 + 256 + len("▁helow")
+"""Tokens of ``sentencepiece_like``."""
 
 
 @pytest.mark.parametrize(
@@ -181,9 +191,20 @@ NULL = {"eos_token_id": None}
         ),
         (NULL, {"eos_token_id": [6, 4]}, {"eos_token": "</s>"}, {}, (6, 4)),
         ({"eos_token_id": []}, {"eos_token_id": 0}, {"eos_token": "</s>"}, {}, (0,)),
-        (NULL, NULL, {"eos_token": END}, {"eos_token": "<s>"}, (2,)),
+        (NULL, NULL, {"eos_token": END}, {"eos_token": "<s>"}, (1,)),
+        (
+            NULL,
+            NULL,
+            {"eos_token": END, "added_tokens_decoder": {}},
+            {"eos_token": "<s>"},
+            (2,),
+        ),
         ({}, {}, {"eos_token": None}, {"eos_token": {"content": "<s>"}}, (1,)),
-        (NULL, {}, {"eos_token": "not in the vocabulary"}, {}, ()),
+        (NULL, {}, {"eos_token": "a new one"}, {}, (SIZE,)),
+        (NULL, {"vocab_size": SIZE}, {"eos_token": "a new one"}, {}, ()),
+        ({"eos_token_id": [999, 5]}, {"vocab_size": SIZE}, {}, {}, (5,)),
+        ({"eos_token_id": 999}, {"text_config": {"vocab_size": 9}}, {}, {}, ()),
+        ({"eos_token_id": SIZE}, {"vocab_size": SIZE, "eos_token_id": 1}, {}, {}, (1,)),
         ({}, NULL, {}, {}, ()),
     ],
 )
@@ -346,6 +367,48 @@ def test_streams_keep_the_spaces_that_decoding_at_once_keeps(tmp_path: Path) -> 
     stream = TextStream(ours, prompt)
     pieces = [stream.push(token) for token in ids] + [stream.close()]
     assert "".join(pieces) == ours.decode(prompt + ids).removeprefix("hello")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte fallback"])
+@settings(max_examples=60)
+@given(text=st.text("aé日😀\ufffd ", min_size=1, max_size=12), data=st.data())
+def test_an_answer_completes_the_character_that_its_prompt_ends_in(
+    kind: str, text: str, data: st.DataObject
+) -> None:
+    ours = OURS if kind == "bytes" else fallback()
+    ids = ours.encode(text)
+    cut = data.draw(st.integers(0, len(ids)))
+    stream = TextStream(ours, ids[:cut])
+    answer = "".join([*map(stream.push, ids[cut:]), stream.close()])
+    assert ours.decode_whole(ids[:cut]) + answer == ours.decode(ids)
+
+
+@cache
+def fallback() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        return Tokenizer(sentencepiece_like(Path(name), {}, False))
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xE6, 0xF0, 0xFF])
+def test_bytes_that_never_become_a_character_cost_linear_time(byte: int) -> None:
+    """Counted in tokens that are decoded, as a clock would say what else runs."""
+    name = {own: c for c, own in byte_alphabet().items()}[byte]
+    token = OURS.backend.token_to_id(name)
+    decoded = 0
+
+    class Counted(Tokenizer):
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return super().decode(ids, skip_special_tokens)
+
+    stream, count = TextStream(Counted(MODEL)), 400
+    for _ in range(count):
+        stream.push(token)
+    shown = stream.text
+    stream.close()
+    assert stream.text == OURS.decode([token] * count) == UNFINISHED * count
+    assert len(shown) >= count - 8 and decoded < 30 * count
 
 
 @settings(max_examples=200)
