@@ -143,23 +143,24 @@ def _with_found_size(
     settings = cache_settings(order.config, spec)
     alone = dataclasses.replace(order, compression=compression.ranks_alone)
     is_composed = len(compression.methods) > 1
-    rate, said = 0.0, {}
+    found: Made | None = None
+    rate = 0.0
+    said: dict[str, object] = {}
     try:
-        plan, basis = _searched(alone, checkpoint, stats, curves, None)
-        rate = plan.notes["removal_rate"]
-        said = {SEARCHED: in_words(plan), "curve": plan.notes["curve"]}
+        found = _searched(alone, checkpoint, stats, curves, None)
+        rate = found[0].notes["removal_rate"]
+        said = {SEARCHED: in_words(found[0]), "curve": found[0].notes["curve"]}
         log.info("searched: %s", said[SEARCHED])
     except RemovesNothing as refusal:
         if not is_composed:
             raise
         log.warning("the ranks stay whole: %s", refusal)
         said = {SEARCHED: f"the ranks stay whole: {refusal}"}
-    if is_composed:
+    if is_composed or found is None:
         options = order.options.asked(removal_rate=rate)
         has_rope = spec.rope is not None
-        plan, basis = compose(
-            compression, spec.shape, has_rope, stats, options, settings
-        )
+        found = compose(compression, spec.shape, has_rope, stats, options, settings)
+    plan, basis = found
     return dataclasses.replace(plan, notes=plan.notes | said), basis
 
 
