@@ -84,7 +84,7 @@ def declared(folder: Path) -> Declared:
     if BY_ID in settings:
         named, extra = _names(settings, {}, own, path)
         return Declared(named, extra, _by_id(settings[BY_ID], path), yields=False)
-    later = {
+    later: dict[str, object] = {
         name: {**entry, "special": True}
         if isinstance(entry, dict) and name != EXTRA
         else entry
@@ -93,7 +93,9 @@ def declared(folder: Path) -> Declared:
     settings = _with_older_names(settings, later)
     own |= _names_in_extra(settings)
     named, extra = _names(settings, later, own, path)
-    special = [*map(settings.get, SPECIAL_TOKENS), *(settings.get(EXTRA) or [])]
+    more = settings.get(EXTRA)
+    special = [*map(settings.get, SPECIAL_TOKENS)]
+    special += more if isinstance(more, list) else []
     texts = {text for text in special if isinstance(text, str)}
     texts |= {named[name].content for name in SPECIAL_TOKENS if later.get(name)}
     by_id = _older_tokens(folder / OLDER_TOKENS, texts)

@@ -52,19 +52,20 @@ def keep(folder: Path, result: Mapping[str, object], baseline: Path | None) -> N
     scores = {k: float(v) for k, v in measured.items() if isinstance(v, int | float)}
     when = datetime.now(UTC).isoformat(timespec="seconds")
     beside = None if baseline is None else baseline.resolve().name
+    of_baseline = {} if beside is None else baseline_scores(result)
     record = {
         "plan_digest": manifest.plan_digest,
         "measured": when,
         "baseline": beside,
         "scores": scores,
-        "baseline_scores": {} if beside is None else baseline_scores(result),
+        "baseline_scores": of_baseline,
         "measured_on": result["measured_on"],
     }
     texts = {EVALUATION_FILE: json.dumps(record, indent=1) + "\n"}
     page = folder / REPORT_FILE
     on = measured_on(cast(Sources, result["measured_on"]))
     told = Told(on, questions_of(cast(Sources, result["measured_on"])), beside, when)
-    block = block_of(scores, record["baseline_scores"], told)
+    block = block_of(scores, of_baseline, told)
     try:
         if page.is_file():
             texts[REPORT_FILE] = BLOCK.sub(lambda _: block, page.read_text("utf-8"))

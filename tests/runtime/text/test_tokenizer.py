@@ -394,6 +394,7 @@ def test_bytes_that_never_become_a_character_cost_linear_time(byte: int) -> None
     """Counted in tokens that are decoded, as a clock would say what else runs."""
     name = {own: c for c, own in byte_alphabet().items()}[byte]
     token = OURS.backend.token_to_id(name)
+    assert token is not None
     decoded = 0
 
     class Counted(Tokenizer):
