@@ -59,7 +59,11 @@ def _mean(layout: CacheLayout, tokens: int) -> dict[str, float]:
     page the sequence stands, as in ``kvlathe.plan.memory.bytes_left``."""
     lengths = range(max(1, tokens - layout.plan.page_tokens), max(2, tokens))
     found = [_of(layout, length) for length in lengths]
-    return {kind: sum(one[kind] for one in found) / len(found) for kind in KINDS}
+    added = dict.fromkeys(KINDS, 0.0)
+    for one in found:
+        for kind, size in one.items():
+            added[kind] += size / len(found)
+    return added
 
 
 def _of(layout: CacheLayout, tokens: int, sealed: bool = False) -> dict[str, float]:
