@@ -59,10 +59,11 @@ def _mean(layout: CacheLayout, tokens: int) -> dict[str, float]:
     page the sequence stands, as in ``kvlathe.plan.memory.bytes_left``."""
     lengths = range(max(1, tokens - layout.plan.page_tokens), max(2, tokens))
     found = [_of(layout, length) for length in lengths]
-    sums = dict.fromkeys(KINDS, 0.0)
+    added = dict.fromkeys(KINDS, 0.0)
     for one in found:
-        sums = {kind: sums[kind] + one[kind] for kind in KINDS}
-    return {kind: total / len(found) for kind, total in sums.items()}
+        for kind, size in one.items():
+            added[kind] += size / len(found)
+    return added
 
 
 def _of(layout: CacheLayout, tokens: int, sealed: bool = False) -> dict[str, float]:
