@@ -14,6 +14,7 @@ import pytest
 from kvlathe.base.chat_template import environment, read_template, sandbox
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.limited import Limited, LimitError
+from tests.support.nightly import rest_nightly
 
 BOMBS = {
     "a power": "{{ 9**(9**9) }}",
@@ -24,7 +25,7 @@ BOMBS = {
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}\n{% endfor %}"
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", rest_nightly(BOMBS, "a power"))
 def test_a_template_that_never_ends_is_refused_in_words(name: str) -> None:
     """At a build, which only compiles it, and at a request."""
     began = time.monotonic()

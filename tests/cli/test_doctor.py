@@ -25,6 +25,7 @@ def said(name: str) -> list[doctor.Finding]:
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
 def test_every_part_has_a_line_and_what_is_missing_a_remedy() -> None:

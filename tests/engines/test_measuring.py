@@ -78,7 +78,7 @@ def test_an_engine_says_everywhere_what_its_plan_loses(
     assert facts["measured"]["whole"]["kl"] == found.whole.kl
     assert facts["warnings"] == {}
     assert f"same token {100 * found.whole.same_token:.1f} %" in words
-    assert "Lost, as the build measured" in page and "Warning:" not in page
+    assert "Lost beside the uncompressed model" in page and "Warning:" not in page
 
 
 def test_a_plan_that_breaks_the_model_warns_wherever_it_is_shown(

@@ -29,6 +29,7 @@ from tests.native_cpu.library import (
 )
 from tests.support.attend_cases import Array, Case, cases, plan_of
 from tests.support.mixed_cases import FLOATS
+from tests.support.nightly import rest_nightly
 
 ISAS = {
     "portable": PORTABLE,
@@ -225,7 +226,9 @@ def largest(call: Call) -> Call:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tier", LONG_TIERS[1:], ids=str)
+@pytest.mark.parametrize(
+    "tier", rest_nightly(LONG_TIERS[1:], *LONG_TIERS[1:4]), ids=str
+)
 def test_integers_hold_the_sums_of_the_largest_codes(
     native: Native, isa: str, tier: Tier
 ) -> None:

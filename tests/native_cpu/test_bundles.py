@@ -27,6 +27,9 @@ from tests.support.emulated import AttentionLibrary
 from tests.support.mixed_cases import mixed_steps
 from tests.support.runtime_cases import F8
 
+pytestmark = pytest.mark.nightly
+"""Their kernels alone take half a minute to compile."""
+
 SOME = settings(
     deadline=None,
     max_examples=8,

@@ -225,10 +225,10 @@ def test_entropies_come_back_from_the_file_and_older_files_are_refused(
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     arrays["header"] = np.array(
-        str(arrays["header"]).replace('"schema_version": 2', '"schema_version": 1')
+        str(arrays["header"]).replace('"schema_version": 3', '"schema_version": 1')
     )
     np.savez(path, **arrays)
     with pytest.raises(
-        KvlatheError, match=r"schema version 1, this kvlathe reads 2.*Calibrate again"
+        KvlatheError, match=r"schema version 1, this kvlathe reads 3.*Calibrate again"
     ):
         Stats.load(path)
