@@ -161,9 +161,11 @@ class ToolParser:
         opening = self._held.lstrip(FILLER + "[")
         self._raw += self._held[: len(self._held) - len(opening)]
         self._held = opening
-        if head := HEAD.match(opening):
+        # What is read of one text must not depend on how much of it is here.
+        begun = opening[:MOST_HEAD]
+        if head := HEAD.match(begun):
             return self._open(head, found)
-        end = Value().end(opening) if opening.startswith("{") else -1
+        end = Value().end(begun) if begun.startswith("{") else -1
         if end > 0:
             return self._whole(opening[:end], found)
         wrong = bool(opening) and not opening.startswith("{")
@@ -178,7 +180,7 @@ class ToolParser:
         except ValueError:
             self._give_up(found)
             return True
-        if self._held[head.end()] not in "{[":
+        if not name or self._held[head.end()] not in "{[":
             self._give_up(found)
             return True
         found.append(Piece(index=self.calls, name=name))
@@ -196,7 +198,11 @@ class ToolParser:
         except (ValueError, KeyError, RecursionError):
             self._give_up(found)
             return True
-        found.append(Piece(index=self.calls, name=str(name)))
+        wrong = not isinstance(arguments, dict | list)
+        if not isinstance(name, str) or not name or wrong:
+            self._give_up(found)
+            return True
+        found.append(Piece(index=self.calls, name=name))
         said = json.dumps(arguments, ensure_ascii=False)
         found.append(Piece(index=self.calls, arguments=said))
         self._held = self._held[len(text) :]
@@ -255,7 +261,10 @@ class ToolParser:
         return False
 
     def _give_up(self, found: list[Piece]) -> None:
-        """Give the held text out as text: it was no call."""
+        """Give the mark out as text: it began no call. What follows it is read again,
+        as it may have another."""
         self._inside, self._started = False, True
-        found.append(Piece(self._raw + self._held))
-        self._held = self._raw = ""
+        behind = self._raw.removeprefix(self._mark)
+        if len(behind) < len(self._raw):
+            found.append(Piece(self._mark))
+        self._held, self._raw = behind + self._held, ""

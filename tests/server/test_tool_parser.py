@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -167,3 +168,73 @@ def test_chat_templates_show_their_convention_of_tool_calls(
     template: str, expected: Convention | None
 ) -> None:
     assert convention_of(template) == expected
+
+
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *('{"name": "f", "arguments": ', '{"name": "g", "parameters": ', '{"a": "}"}'),
+    *('{"arguments": {}, "name": ', '"h"}', "null}", '"x"}', "{}}", "[1]}", '{"'),
+    *("[", "]", "{", "}", ",", ";", " ", "\n", '"', "\\", "<", "o", "ops "),
+)
+"""Parts of calls, whole and broken, that are strewn over a text."""
+
+
+def in_words(convention: Convention, pieces: list[str]) -> tuple[str, dict[int, str]]:
+    """The text, and each call's name and arguments as they were written."""
+    parser, text = ToolParser(convention), ""
+    said: dict[int, str] = {}
+    for piece in [p for part in pieces for p in parser.push(part)] + parser.close():
+        text += piece.text
+        if piece.index >= 0:
+            own = said.get(piece.index, "")
+            said[piece.index] = own + piece.name + piece.arguments
+    return text, said
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=lambda one: one.shows)
+@settings(max_examples=400)
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
+    cuts=st.sets(st.integers(0, 150), max_size=6),
+)
+def test_one_text_has_one_reading_however_it_comes(
+    convention: Convention, fragments: list[str], cuts: set[int]
+) -> None:
+    text = "".join(fragments)
+    places = [0, *sorted(cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    whole = in_words(convention, [text])
+    assert in_words(convention, pieces) == whole == in_words(convention, [*text])
+
+
+@pytest.mark.parametrize("size", [4060, 4096, 5000])
+@pytest.mark.parametrize(
+    "head", ['{"name": "NAME", "arguments": {}}', '{"arguments": {}, "name": "NAME"}']
+)
+def test_a_long_name_has_one_reading_however_it_comes(size: int, head: str) -> None:
+    text = f"<tool_call>{head.replace('NAME', 'n' * size)}</tool_call>"
+    pieces = [text[at : at + 19] for at in range(0, len(text), 19)]
+    assert in_words(HERMES, [text]) == in_words(HERMES, pieces)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": null, "arguments": {}}',
+        '{"arguments": {}, "name": null}',
+        '{"arguments": {}, "name": 5}',
+        '{"name": "", "arguments": {}}',
+        '{"arguments": null, "name": "f"}',
+        '{"name": "f", "arguments": "x"}',
+        '{"arguments": "x", "name": "f"}',
+    ],
+)
+def test_what_names_no_function_or_has_no_arguments_is_text(call: str) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    assert in_words(HERMES, [text]) == in_words(HERMES, [*text]) == (text, {})
+
+
+def test_a_call_after_a_mark_that_begins_none_is_a_call() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    found = in_words(HERMES, [f"I use <tool_call> tags. {call}"])
+    assert found == ("I use <tool_call> tags. ", {0: 'f{"a": 1}'})
