@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
@@ -86,6 +86,24 @@ OLDER_TOKENS = st.lists(CONTENT, max_size=3, unique=True).map(
 )
 
 
+def agree(*files: Json | None) -> bool:
+    """Whether names and lists give each token one form. Where they do not, the order in
+    which transformers meets them decides."""
+    forms: dict[str, set[str]] = {}
+    for name, entry in [pair for file in files for pair in (file or {}).items()]:
+        several = (
+            entry.values()
+            if isinstance(entry, dict) and not entry.get("content")
+            else [entry]
+        )
+        entries = entry if isinstance(entry, list) else several
+        for one in entries if name != "added_tokens_decoder" else []:
+            if one is not None:
+                text = one if isinstance(one, str) else one["content"]
+                forms.setdefault(text, set()).add(json.dumps(one, sort_keys=True))
+    return all(len(form) == 1 for form in forms.values())
+
+
 def written(folder: Path, added: list[Json], **files: Json | None) -> Path:
     (folder / "tokenizer.json").write_text(backend_json(added))
     for name, content in files.items():
@@ -94,7 +112,7 @@ def written(folder: Path, added: list[Json], **files: Json | None) -> Path:
     return folder
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     added=ADDED,
     config=SETTINGS,
@@ -104,6 +122,7 @@ def written(folder: Path, added: list[Json], **files: Json | None) -> Path:
 def test_declared_tokens_are_those_of_transformers(
     added: list[Json], config: Json, older: Json | None, tokens: Json | None
 ) -> None:
+    assume(agree(config, older))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     with tempfile.TemporaryDirectory() as name:
         folder = written(
