@@ -229,7 +229,7 @@ def test_a_long_name_has_one_reading_however_it_comes(size: int, head: str) -> N
         '{"arguments": "x", "name": "f"}',
     ],
 )
-def test_what_names_no_function_or_has_no_arguments_is_text(call: str) -> None:
+def test_calls_without_a_function_or_arguments_are_text(call: str) -> None:
     text = f"<tool_call>\n{call}\n</tool_call>"
     assert in_words(HERMES, [text]) == in_words(HERMES, [*text]) == (text, {})
 
