@@ -27,7 +27,7 @@ MOST_BYTES = 200_000
 HEIGHTS = {WIDTHS[0]: 900, WIDTHS[1]: 844}
 SUFFIXES = {WIDTHS[0]: "", WIDTHS[1]: "_phone"}
 COLOURS = 128
-QUESTION = "Write a Python function that reverses a list, and say how it works."
+QUESTION = "# How to install\n\nRun this command:"
 TOKENS = "160"
 
 
@@ -64,7 +64,7 @@ def picture_chat(page: Page, url: str) -> None:
             f"document.getElementById('text').value = {QUESTION!r};"
             "document.getElementById('ask').requestSubmit()"
         )
-        page.wait("document.querySelector('.answer .body')?.textContent.length > 250")
+        page.wait("document.querySelector('.answer .body')?.textContent.length > 200")
         page.wait("parseInt(document.getElementById('tokens').textContent) > 0")
         page.evaluate("scrollTo(0, 0)")
         keep(page, f"chat_page{SUFFIXES[width]}")
