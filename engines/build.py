@@ -51,6 +51,7 @@ from kvlathe.plan.manifest import (
     WEIGHTS_FILE,
     FileRecord,
     KvBytes,
+    Limits,
     Manifest,
 )
 from kvlathe.plan.measurement import Measurement
@@ -74,7 +75,7 @@ def preview(config: BuildConfig) -> dict[str, Any]:
     plan = plan_for(order, job.checkpoint).plan
     order.backend.check_plan(config.backend, plan)
     config = job.order.config
-    sizes = kv_bytes(order.config, plan)
+    sizes = kv_bytes(order.config, plan, job.limits)
     return {
         "model": str(job.checkpoint.path),
         "model_type": spec.model_type,
@@ -291,7 +292,7 @@ def _describe(
         limits=job.limits,
         page_tokens=plan.page_tokens,
         prefill_chunk=plan.prefill_chunk,
-        kv_bytes=kv_bytes(config, plan),
+        kv_bytes=kv_bytes(config, plan, job.limits),
         plan_digest=plan.digest,
         model_digest=job.checkpoint.digest,
         command=config.command,
@@ -301,9 +302,9 @@ def _describe(
     )
 
 
-def kv_bytes(config: BuildConfig, plan: CompressionPlan) -> KvBytes:
+def kv_bytes(config: BuildConfig, plan: CompressionPlan, limits: Limits) -> KvBytes:
     return KvBytes(
-        per_token=CacheLayout(plan).bytes_per_token(),
+        per_token=CacheLayout(plan).bytes_per_token(limits.max_seq_len),
         baseline=bytes_per_token(plan.model, config.hot_bits),
         baseline_16bit=bytes_per_token(plan.model, 16),
     )

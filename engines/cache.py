@@ -138,13 +138,18 @@ def engine_path(key: str) -> Path:
     return root() / "engines" / key
 
 
-def adopt(key: str) -> None:
-    """Keep the engine that a build has put at ``engine_path(key)``. Others make room
-    for it."""
+def adopt(key: str) -> Manifest | None:
+    """Keep the engine that a build has put at ``engine_path(key)``; None where there is
+    none. Others make room for it."""
     kept = engine_path(key)
+    if not kept.is_dir():
+        return None
     _make_marked(kept.parent)
     (kept / MARKER).touch()
-    prune(max_bytes=max(LIMIT_BYTES, manifests.read(kept).size))
+    manifest = find(key)
+    if manifest is not None:
+        prune(max_bytes=max(LIMIT_BYTES, manifest.size))
+    return manifest
 
 
 def find(key: str) -> Manifest | None:

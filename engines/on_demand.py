@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import checkpoint_folder, model_name
 from kvlathe.engines import cache
 from kvlathe.engines.build import build
@@ -34,15 +35,20 @@ def engine_of(named: Path, compression: str | None, backend: str, command: str) 
     config = dataclasses.replace(config, **asked(compression))
     key = accept(config).key
     name, folder = model_name(config.model), cache.engine_path(key)
-    if (kept := cache.find(key)) is None:
+    # A process that was ended right after its build has left an engine without a mark.
+    kept = cache.adopt(key)
+    if kept is None:
         log.info(
             "%s is no engine: building one with %s, once (kvlathe build has every option)",
             named,
             _words(asked(compression)),
         )
-        build(dataclasses.replace(config, output_dir=folder, use_cache=False))
-        cache.adopt(key)
-        kept = cache.find(key)
+        try:
+            build(dataclasses.replace(config, output_dir=folder, use_cache=False))
+        except KvlatheError:
+            if not folder.is_dir():  # else somebody has built the same meanwhile
+                raise
+        kept = cache.adopt(key)
         assert kept is not None
     log.info("%s: %s", name, _said(kept, folder))
     return folder

@@ -52,7 +52,7 @@ def kept(plan: CompressionPlan, longest: int | None = None) -> Kept:
     """Compute the arrays for a sequence of ``longest`` tokens, where its length changes
     them; for the longest that the model takes, where ``longest`` is None."""
     layout = CacheLayout(plan)
-    tokens = longest if longest and layout.bounded else layout.long
+    tokens = layout.long(longest)
     held_tokens = layout.all_held(tokens)
     numbers, held_bytes = 0.0, 0.0
     held = np.zeros(len(plan.lanes))

@@ -49,7 +49,7 @@ def bars(
             Bar(f"this engine, {tokens:,} tokens", tokens, _mean(layout, tokens))
         )
     if not layout.bounded:
-        limit = _of(layout, layout.long, sealed=True)
+        limit = _of(layout, layout.long(), sealed=True)
         found.append(Bar("this engine, full pages alone", None, limit))
     return found
 

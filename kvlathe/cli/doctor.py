@@ -50,7 +50,7 @@ def findings() -> Iterator[Finding]:
     for check in CHECKS:
         try:
             yield from check()
-        except (KvlatheError, OSError) as error:
+        except (KvlatheError, OSError, subprocess.SubprocessError) as error:
             name = check.__name__.removeprefix("_").replace("_", " ")
             yield Finding(name, str(error), "mend that first")
 

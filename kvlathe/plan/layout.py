@@ -164,16 +164,17 @@ class CacheLayout:
         table.flags.writeable = False  # all who ask have the same one
         return table
 
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self, longest: int | None = None) -> float:
         """Bytes one token costs once its page is full and, where the plan seals,
-        sealed. All padding counted."""
-        return self.bytes_for(self.long, sealed=True) / self.long
+        sealed. All padding counted. ``longest``: as in ``long``."""
+        tokens = self.long(longest)
+        return self.bytes_for(tokens, sealed=True) / tokens
 
-    @property
-    def long(self) -> int:
+    def long(self, longest: int | None = None) -> int:
         """Tokens of the sequence that ``bytes_per_token`` is of: very many or, where
-        there is a budget, the most."""
-        return self.plan.model.max_positions if self.bounded else 1 << 20
+        tokens cost less the longer it is, the ``longest`` that is served (None: that
+        the model takes)."""
+        return (longest or self.plan.model.max_positions) if self.bounded else 1 << 20
 
     @property
     def bounded(self) -> bool:

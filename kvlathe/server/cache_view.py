@@ -67,7 +67,7 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
     """Bytes of every KV head, by layer and head."""
     layout, plan = llm.layout, llm.plan
     now, long = [0] * len(plan.lanes), [0.0] * len(plan.lanes)
-    tokens = min(layout.long, llm.most_tokens) if layout.bounded else layout.long
+    tokens = layout.long(llm.most_tokens)
     held = layout.all_held(tokens)
     for bucket, pages in enumerate(llm.pool.pages_in_use):
         most = (

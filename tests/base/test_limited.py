@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import subprocess
 import sys
 import threading
@@ -97,3 +99,18 @@ def test_a_child_ends_with_its_parent() -> None:
             return
         time.sleep(0.05)
     pytest.fail("the child is still there")
+
+
+def test_a_child_answers_where_more_files_are_open_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 2048)
+    if wanted < 1100:
+        pytest.skip(f"this process may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1040)]
+    try:
+        assert Limited("math", "sqrt", seconds=10)(25.0) == 5
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -37,6 +37,11 @@ def test_a_model_is_built_once_and_says_what_was_chosen(
     for text in said:
         assert f"hack:bits=8 removes {entry.manifest.kv_bytes.removed:.1%}" in text
         assert "KL " in text and entry.key in text
+    # One whose build ended before it was marked is found, and built no second time.
+    (entry.folder / cache.MARKER).unlink()
+    assert not cache.entries()
+    assert run(["generate", model, "--compression", "hack:bits=8", *ASKED]) == 0
+    assert "building" not in capfd.readouterr().err
     assert run(["engines", "prune", "--all"]) == 0 and not cache.entries()
 
 

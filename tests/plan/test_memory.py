@@ -48,3 +48,15 @@ def test_a_plan_that_removes_nothing_holds_what_it_is_compared_with(
     a_token = numbers * plan.index.hot_bits // 8
     held = layout.bytes_for(tokens)
     assert held == uncompressed_pages(tokens, plan.page_tokens, a_token)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_bytes_of_a_token_are_those_of_the_longest_sequence_that_is_served(
+    kind: str,
+) -> None:
+    """A shorter one costs more a token where tokens leave, and as much elsewhere."""
+    layout = CacheLayout(CASES[kind])
+    short, most = layout.bytes_per_token(512), layout.bytes_per_token()
+    assert short == most if not layout.bounded else short > most
+    held = layout.bytes_for(512, sealed=True) / 512
+    assert not layout.bounded or short == held

@@ -132,6 +132,8 @@ def test_an_idle_page_shows_the_plan_and_what_a_full_cache_holds(
     facts = text_of(page, "facts")
     assert engine.plan.compression in facts and f"context{longest:,} tokens" in facts
     assert f"runs at once{engine.limits.max_batch_size} requests" in facts
+    # The cache is asked for apart from the plan, and may come later.
+    page.wait("document.getElementById('requests').textContent !== ''")
     assert text_of(page, "requests") == "0 running"
     held = engine.pool.arena_bytes // engine.layout.bytes_for(longest)
     rows = page.evaluate(
