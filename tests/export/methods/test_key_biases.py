@@ -191,12 +191,12 @@ def test_the_balanced_basis_is_one_methods_to_choose(folder: Path) -> None:
         verify(parse("fdc+hack:basis=balanced"), RankOptions(), 64)
 
 
-def test_centring_is_refused_where_nothing_is_centred() -> None:
+def test_centring_is_refused_where_nothing_is_centred(tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="--centre cannot be used with hack:bits=4"):
         accept(
             BuildConfig(
                 model=Path("models/lathe-5m"),
-                output_dir=Path("out"),
+                output_dir=tmp_path / "out",
                 compression="hack:bits=4",
                 centre=True,
             )
