@@ -119,7 +119,7 @@ class Sources:
         return chosen
 
 
-PRICED = 4
+PRICED = 5
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
