@@ -1,9 +1,9 @@
-"""The pictures of pages in docs: ``python -m tests.support.screenshots ENGINE
-[--chat ENGINE] [--frontier FOLDER]``.
+"""The pictures of pages in docs: ``python -m tests.support.screenshots [--engine ENGINE]
+[--chat ENGINE] [--page NAME FILE]...``.
 
-ENGINE is a built engine, whose report is pictured, and which a server of this process
-serves unless --chat names another one. With --frontier, the page that ``kvlathe frontier`` wrote to FOLDER is pictured,
-too. Each page is seen at both widths (``WIDTHS``): docs/NAME.png and docs/NAME_phone.png.
+--engine is a built engine, whose report is pictured, and which a server of this process
+serves unless --chat names another one. --page is a file of HTML. Each page is seen at
+both widths (``WIDTHS``): docs/NAME.png and docs/NAME_phone.png.
 """
 
 from __future__ import annotations
@@ -86,20 +86,22 @@ def served(engine: Path) -> Generator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", type=Path)
+    parser.add_argument("--engine", type=Path)
     parser.add_argument("--chat", type=Path, help="serve this one")
-    parser.add_argument("--frontier", type=Path)
+    names = ("NAME", "FILE")
+    parser.add_argument("--page", nargs=2, action="append", default=[], metavar=names)
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         browsing(Path(folder) / "profile") as page,
     ):
-        picture_file(page, asked.engine / "report.html", "report")
-        if asked.frontier:
-            file = asked.frontier / "frontier.html"
-            picture_file(page, file, "frontier_page")
-        with served(asked.chat or asked.engine) as url:
-            picture_chat(page, url)
+        for name, file in asked.page:
+            picture_file(page, Path(file), name)
+        if asked.engine:
+            picture_file(page, asked.engine / "report.html", "report")
+        if asked.chat or asked.engine:
+            with served(asked.chat or asked.engine) as url:
+                picture_chat(page, url)
 
 
 if __name__ == "__main__":
