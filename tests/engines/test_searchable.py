@@ -4,6 +4,7 @@ what to do, before a model is read."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,8 @@ from kvlathe.export.methods.compression import parse
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 
 
-def asked(compression: str, **options: object) -> BuildConfig:
-    target = Path("/nowhere/engine")
-    return BuildConfig(MODEL, target, compression, **options)  # type: ignore[arg-type]
+def asked(compression: str, **options: Any) -> BuildConfig:  # noqa: ANN401
+    return BuildConfig(MODEL, Path("/nowhere/engine"), compression, **options)
 
 
 @pytest.mark.parametrize("metric", ["kl", "retrieval", "perplexity", "agreement"])
