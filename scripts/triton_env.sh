@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .triton (or the folder named): a real Triton Inference Server with its Python backend, and kvlathe in the environment
 # that the backend's models run in. The server is the one in the nvidia-pytriton wheel. Safe to run again.
-#   scripts/triton_env.sh && kvlathe triton-repo out/fdc out/repository && .triton/serve out/repository
+#   scripts/triton_env.sh && kvlathe triton-repo out/auto out/repository && .triton/serve out/repository
 # numpy stays below 2 here: with numpy 2 this server's Python backend sends empty outputs.
 set -euo pipefail
 cd "$(dirname "$0")/.."

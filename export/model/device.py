@@ -7,14 +7,17 @@ in float32 are products in float32 on a GPU too: torch's default, without TF32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from kvlathe.base import devices
+from kvlathe.base.console import human_bytes, log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import missing_memory, out_of_memory
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -34,6 +37,35 @@ def choose_device(name: str | None) -> torch.device:
     if asked == "cpu" or not has_gpu:
         return CPU
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def within_share(device: torch.device, share: float) -> Generator[None]:
+    """Inside, torch takes at most ``share`` of a GPU's memory, whatever others hold of
+    it. Raises OutOfMemory where that does not suffice."""
+    if device.type != "cuda":
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    most = min(free, int(share * total))
+    log.info(
+        "computing on %s with up to %s of its memory (--gpu-memory-utilization %g of %s, "
+        "%s free)",
+        torch.cuda.get_device_name(device),
+        *(human_bytes(most), share, human_bytes(total), human_bytes(free)),
+    )
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "end what else runs there, raise --gpu-memory-utilization, or give a smaller --max-seq-len"
+        fact = f"this build needs more than {human_bytes(most)} of GPU memory"
+        raise missing_memory(error, fact, remedy) from error
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 def ahead(

@@ -27,12 +27,15 @@ LARGE = 1 << 30
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that tensors may still take on ``device``."""
+    """Bytes that tensors may still take on ``device``: of a GPU at most what is left of
+    this process's share (``within_share``)."""
     if device.type != "cuda":
         return machine.free_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + held
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_reserved(device) - used
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return max(0, min(free + held, int(share * total) - used))
 
 
 @dataclass(frozen=True)

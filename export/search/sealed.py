@@ -49,7 +49,7 @@ def reading(decoder: Decoder) -> Decoder:
         raise KvlatheError(
             "this plan cannot be scored before it is built",
             "it chooses tokens by the attention they get",
-            "choose its options, and look at kvlathe eval",
+            "leave out --accuracy: the build says what it loses",
         )
     if plan.index.seals:
         for layer in decoder.layers.values():

@@ -13,7 +13,7 @@ from kvlathe.base.errors import KvlatheError
 DEVICES = ("auto", "cpu", "cuda")
 VARIABLE = "KVLATHE_DEVICE"
 GPU_MEMORY_UTILIZATION = 0.9
-"""Share of a GPU's memory that weights, cache and other processes take together, unless
+"""Share of a GPU's memory that an engine or a build takes, whatever others hold, unless
 asked otherwise."""
 
 

@@ -18,6 +18,7 @@ from kvlathe.base import console, devices
 from kvlathe.base.flags import flag_of
 from kvlathe.base.hub import checkpoint_folder
 from kvlathe.cli.common import (
+    GPU_MEMORY,
     LORA,
     MODEL,
     PATH,
@@ -285,6 +286,7 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads. [default: all cores]")
 @DEVICE
+@GPU_MEMORY
 @TENSOR_PARALLEL
 @click.option(
     "--overwrite", is_flag=True, help="Replace an engine folder of the same name."
@@ -398,6 +400,7 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @DEVICE
+@GPU_MEMORY
 @reports(show_pairs)
 def calibrate_command(
     model: Path,
@@ -409,6 +412,7 @@ def calibrate_command(
     max_seq_len: int | None,
     seed: int,
     device: str | None,
+    gpu_memory_utilization: float,
 ) -> Result:
     """Run the model once over calibration tokens and write what planning needs to know
     of it.
@@ -420,7 +424,12 @@ def calibrate_command(
     started = time.monotonic()
     asked = (calibration, calibration_tokens, seed, max_seq_len)
     stats = builds.calibrate_to(
-        checkpoint_folder(model, revision), output, *asked, device, lora
+        checkpoint_folder(model, revision),
+        output,
+        *asked,
+        device,
+        lora,
+        gpu_memory_utilization,
     )
     return {
         "stats": str(output),

@@ -183,7 +183,7 @@ def chat_command(
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
-    engine = engine_to_run(engine, compression, device)
+    engine = engine_to_run(engine, compression, device, gpu_memory_utilization)
     params = SamplingParams(max_new_tokens, temperature, top_p=top_p, seed=seed)
     with LLM.load(
         engine,

@@ -138,7 +138,27 @@ GPU_MEMORY = click.option(
     type=click.FloatRange(0, 1, min_open=True),
     default=devices.GPU_MEMORY_UTILIZATION,
     show_default=True,
-    help="Share of a GPU's memory for this engine: weights and cache, whatever others hold.",
+    help="Share of a GPU's memory that this may take, an engine with its cache, whatever "
+    "others hold.",
+)
+SERVED_MODEL_NAME = click.option(
+    "--served-model-name",
+    "model",
+    help="What clients call the model. [default: the checkpoint's name]",
+)
+MAX_BATCH_SIZE = click.option(
+    "--max-batch-size",
+    "--max-num-seqs",
+    "max_batch_size",
+    type=click.IntRange(1),
+    help="Sequences that run at once. [default: the most that the engine takes]",
+)
+MAX_WAITING = click.option(
+    "--max-waiting",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    help="Longest queue; then requests are refused (HTTP: 429, Retry-After).",
 )
 TENSOR_PARALLEL = click.option(
     "--tensor-parallel-size",
@@ -163,9 +183,11 @@ NUM_SPECULATIVE_TOKENS = click.option(
 )
 
 
-def engine_to_run(named: Path, compression: str | None, device: str | None) -> Path:
+def engine_to_run(
+    named: Path, compression: str | None, device: str | None, gpu_memory_share: float
+) -> Path:
     """The engine that a command runs: ``named``, or of a model the one that is built
-    with ``compression`` for this machine, once."""
+    with ``compression`` for this machine, once, in so much of a GPU's memory."""
     if (named / MANIFEST_FILE).is_file():
         if compression is not None:
             raise click.UsageError(
@@ -179,7 +201,8 @@ def engine_to_run(named: Path, compression: str | None, device: str | None) -> P
     from kvlathe.engines.on_demand import engine_of
     from kvlathe.runtime.sessions.registry import backend_here
 
-    return engine_of(named, compression, backend_here(device), command_line())
+    runs_on = backend_here(device)
+    return engine_of(named, compression, runs_on, command_line(), gpu_memory_share)
 
 
 def command_line() -> str:

@@ -15,7 +15,10 @@ from kvlathe.cli.common import (
     DRAIN_SECONDS,
     ENGINE,
     LOG_LEVEL,
+    MAX_BATCH_SIZE,
+    MAX_WAITING,
     PATH,
+    SERVED_MODEL_NAME,
     THREADS,
 )
 
@@ -51,23 +54,9 @@ if TYPE_CHECKING:
     help="Address to listen on, unless Dynamo's own variables say another.",
 )
 @click.option("--namespace", default="dynamo", show_default=True, help="Dynamo's.")
-@click.option(
-    "--served-model-name",
-    "model",
-    help="What clients call the model. [default: the checkpoint's name]",
-)
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(0),
-    default=256,
-    show_default=True,
-    help="Longest queue.",
-)
-@click.option(
-    "--max-batch-size",
-    type=click.IntRange(1),
-    help="Sequences that run at once. [default: the most that the engine takes]",
-)
+@SERVED_MODEL_NAME
+@MAX_WAITING
+@MAX_BATCH_SIZE
 @DRAIN_SECONDS
 @CACHE_SIZE
 @THREADS

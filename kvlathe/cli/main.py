@@ -36,8 +36,8 @@ from kvlathe.cli.groups import Grouped
 
 EPILOG = """\b
 A first engine:
-  kvlathe build --model models/lathe-5m --output-dir out/fdc --compression fdc --removal-rate 0.15
-  kvlathe generate out/fdc --prompt "def main():" --max-new-tokens 64
+  kvlathe build --model models/lathe-5m --output-dir out/mine --compression hack:bits=8
+  kvlathe generate out/mine --prompt "def main():" --max-new-tokens 64
 
 The documentation is in docs/ of the source, and begins with docs/index.md. Flags of
 vLLM, llama.cpp and trtllm-build are translated in docs/migrating.md.

@@ -133,7 +133,7 @@ def generate_command(
 
     params = SamplingParams(**sampling)
     llm = LLM.load(
-        engine_to_run(engine, compression, device),
+        engine_to_run(engine, compression, device, gpu_memory_utilization),
         threads=threads,
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,

@@ -19,8 +19,11 @@ from kvlathe.cli.common import (
     ENGINE_OR_MODEL,
     GPU_MEMORY,
     LOG_LEVEL,
+    MAX_BATCH_SIZE,
+    MAX_WAITING,
     NUM_SPECULATIVE_TOKENS,
     PATH,
+    SERVED_MODEL_NAME,
     SPECULATIVE,
     TENSOR_PARALLEL,
     THREADS,
@@ -66,11 +69,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
     show_default=True,
     help="0: any free one.",
 )
-@click.option(
-    "--served-model-name",
-    "model",
-    help="What clients call the model. [default: the checkpoint's name]",
-)
+@SERVED_MODEL_NAME
 @click.option(
     "--chat-template", type=PATH, help="A file with one, in place of the checkpoint's."
 )
@@ -103,13 +102,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
     show_default=True,
     help="Largest request, in bytes.",
 )
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(0),
-    default=256,
-    show_default=True,
-    help="Longest queue; then 429, Retry-After.",
-)
+@MAX_WAITING
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1),
@@ -142,13 +135,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
     show_default=True,
     help="Bytes of files in that folder.",
 )
-@click.option(
-    "--max-batch-size",
-    "--max-num-seqs",
-    "max_batch_size",
-    type=click.IntRange(1),
-    help="Sequences that run at once. [default: the most that the engine takes]",
-)
+@MAX_BATCH_SIZE
 @click.option(
     "--max-seq-len",
     "--max-model-len",
@@ -205,8 +192,8 @@ def serve_command(
             f"{error.name} is not installed",
             f"run {pip_install('serve')}",
         ) from error
-    device: str | None = settings["device"]
-    engine = engine_to_run(engine, compression, device)
+    share = settings["gpu_memory_utilization"]
+    engine = engine_to_run(engine, compression, settings["device"], share)
     serve(engine, Settings(**settings))
 
 

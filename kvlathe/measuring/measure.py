@@ -17,6 +17,7 @@ from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED
 from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.memory import free_bytes
 from kvlathe.export.model.tensors import stored_shapes
 from kvlathe.measuring.layerwise import BothModels, Work
 from kvlathe.measuring.losses import Rows, Sums, exercise_sums, text_sums
@@ -135,9 +136,10 @@ def _whole_fits(checkpoint: Checkpoint) -> bool:
 
 
 def _memory(checkpoint: Checkpoint) -> int:
-    """Bytes of the checkpoint's device: all of a host, and what is free of a GPU."""
+    """Bytes of the checkpoint's device: all of a host, and what may be taken of a
+    GPU."""
     if checkpoint.device.type == "cuda":
-        return torch.cuda.mem_get_info(checkpoint.device)[0]
+        return free_bytes(checkpoint.device)
     return machine.memory_bytes()
 
 

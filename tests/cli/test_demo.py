@@ -45,16 +45,15 @@ def test_a_model_that_is_none_is_refused_before_anything_runs(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("shown_by", ["SHIPPED", "REAL"])
 def test_a_demo_ends_with_a_table_and_two_files_to_open(
-    demo: ModuleType, shown_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: ModuleType, tmp_path: Path
 ) -> None:
-    columns = [*getattr(demo, shown_by).columns, "tokens_per_second"]
-    results = {"none": dict.fromkeys(columns, 0.5), "fdc": dict.fromkeys(columns, 0.5)}
+    half = dict.fromkeys(demo.COLUMNS, 0.5)
+    results = {"none": half, "auto": half}
     with console.out.capture() as shown:
-        demo.show("title", getattr(demo, shown_by), results, tmp_path)
+        demo.show("title", results, tmp_path)
     *_, page, numbers = shown.get().strip().splitlines()
-    assert page == f"open {tmp_path / 'fdc' / 'report.html'}"
+    assert page == f"open {tmp_path / 'auto' / 'report.html'}"
     assert numbers == f"open {tmp_path / 'results.json'}"
     assert "50.0%" in shown.get()
     assert json.loads((tmp_path / "results.json").read_text()) == results

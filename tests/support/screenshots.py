@@ -1,9 +1,10 @@
-"""The pictures of pages in docs: ``python -m tests.support.screenshots ENGINE
-[--chat ENGINE] [--frontier FOLDER]``.
+"""The pictures of pages in docs: ``python -m tests.support.screenshots [--engine ENGINE]
+[--chat ENGINE] [--site FOLDER] [--page NAME FILE]...``.
 
-ENGINE is a built engine, whose report is pictured, and which a server of this process
-serves unless --chat names another one. With --frontier, the page that ``kvlathe frontier`` wrote to FOLDER is pictured,
-too. Each page is seen at both widths (``WIDTHS``): docs/NAME.png and docs/NAME_phone.png.
+--engine is a built engine, whose report is pictured, and which a server of this process
+serves unless --chat names another one. --page is a file of HTML, --site what
+scripts/docs.sh built. Each page is seen at both widths (``WIDTHS``): docs/NAME.png and
+docs/NAME_phone.png.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DOCS = ROOT / "docs"
 MOST_BYTES = 200_000
 HEIGHTS = {WIDTHS[0]: 900, WIDTHS[1]: 844}
 SUFFIXES = {WIDTHS[0]: "", WIDTHS[1]: "_phone"}
-COLOURS = 128
+COLOURS = 256
 QUESTION = "# How to install\n\nRun this command:"
 TOKENS = "160"
 
@@ -42,12 +43,13 @@ def keep(page: Page, name: str) -> None:
     assert target.stat().st_size < MOST_BYTES, target
 
 
-def picture_file(page: Page, file: Path, name: str) -> None:
-    """A page of a file, at both widths."""
+def picture_file(page: Page, file: Path, name: str, own: bool = True) -> None:
+    """A page of a file, at both widths. ``own``: one of ours, of which nothing may be
+    cut."""
     for width, height in HEIGHTS.items():
         page.looks(width, height)
         page.open(file.resolve().as_uri())
-        assert not page.cut()
+        assert not own or not page.cut()
         keep(page, name + SUFFIXES[width])
 
 
@@ -86,20 +88,25 @@ def served(engine: Path) -> Generator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", type=Path)
+    parser.add_argument("--engine", type=Path)
     parser.add_argument("--chat", type=Path, help="serve this one")
-    parser.add_argument("--frontier", type=Path)
+    parser.add_argument("--site", type=Path)
+    names = ("NAME", "FILE")
+    parser.add_argument("--page", nargs=2, action="append", default=[], metavar=names)
     asked = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         browsing(Path(folder) / "profile") as page,
     ):
-        picture_file(page, asked.engine / "report.html", "report")
-        if asked.frontier:
-            file = asked.frontier / "frontier.html"
-            picture_file(page, file, "frontier_page")
-        with served(asked.chat or asked.engine) as url:
-            picture_chat(page, url)
+        for name, file in asked.page:
+            picture_file(page, Path(file), name)
+        if asked.site:  # its theme has a menu beside the window, and tables scroll
+            picture_file(page, asked.site / "index.html", "site", own=False)
+        if asked.engine:
+            picture_file(page, asked.engine / "report.html", "report")
+        if asked.chat or asked.engine:
+            with served(asked.chat or asked.engine) as url:
+                picture_chat(page, url)
 
 
 if __name__ == "__main__":

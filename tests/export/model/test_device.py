@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
@@ -22,8 +23,9 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.device import CPU, _one_ahead, choose_device
+from kvlathe.export.model.device import CPU, _one_ahead, choose_device, within_share
 from kvlathe.export.search.measured import Sources, price
 from kvlathe.export.search.sealed import reading
 from kvlathe.export.search.search import Exam
@@ -198,3 +200,63 @@ def test_an_engine_made_on_a_gpu_answers_as_one_made_on_the_cpu(tmp_path: Path) 
     assert same >= 0.9
     loaded = [np.load(tmp_path / x / "basis.npz") for x in ("cpu", "cuda")]
     assert loaded[0].files == loaded[1].files
+
+
+GIB = 1 << 30
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A GPU of 80 GiB, of which others hold 50 and this process 4, 3 of them in
+    tensors."""
+    held: dict[str, float] = {"share": 1.0}
+    for name, value in (
+        ("mem_get_info", (26 * GIB, 80 * GIB)),
+        ("memory_allocated", 3 * GIB),
+        ("memory_reserved", 4 * GIB),
+        ("get_device_name", "a card"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    fraction = "per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, f"get_{fraction}", lambda _: held["share"])
+
+    def put(share: float, _: torch.device) -> None:
+        held["share"] = share
+
+    monkeypatch.setattr(torch.cuda, f"set_{fraction}", put)
+    return held
+
+
+def test_a_build_beside_others_takes_its_share_and_says_it(
+    card: dict[str, float], logged: list[str]
+) -> None:
+    assert memory.free_bytes(CARD) == 27 * GIB
+    with within_share(CARD, 0.25):
+        assert card["share"] == 0.25  # torch holds it
+        assert memory.free_bytes(CARD) == 17 * GIB
+    assert card["share"] == 1.0 and memory.free_bytes(CARD) == 27 * GIB
+    (said,) = logged
+    assert "up to 20 GiB" in said and "26 GiB free" in said and "80 GiB" in said
+    with within_share(CARD, 0.9):
+        assert memory.free_bytes(CARD) == 27 * GIB  # others leave no more
+    with within_share(CPU, 0.1):
+        assert card["share"] == 1.0
+
+
+def test_a_share_that_does_not_suffice_is_a_sentence(card: dict[str, float]) -> None:
+    with (
+        pytest.raises(OutOfMemory, match="raise --gpu-memory-utilization"),
+        within_share(CARD, 0.25),
+    ):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    assert card["share"] == 1.0
+    with pytest.raises(ZeroDivisionError), within_share(CARD, 0.25):
+        _ = 1 / 0
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
+def test_a_share_of_a_gpu_is_a_share(share: float, tmp_path: Path) -> None:
+    asked = BuildConfig(MODEL, tmp_path / "engine", gpu_memory_utilization=share)
+    with pytest.raises(KvlatheError, match="share of a GPU"):
+        build(asked)
