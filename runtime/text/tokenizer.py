@@ -12,14 +12,14 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from kvlathe.base import tokenizer_files
-from kvlathe.base.chat_template import chat_template, sandbox
+from kvlathe.base.chat_template import DEFAULT, TOOL_USE, chat_templates, sandbox
 from kvlathe.base.errors import KvlatheError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -31,6 +31,9 @@ LONGEST = 8
 CHARACTER = 4
 """Most bytes of a character."""
 
+Turn = dict[str, Any]
+"""A message: {"role": ..., "content": ..., ...}."""
+Render = Callable[[Sequence[Turn]], str]
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 """The form in which SentencePiece's vocabularies write a byte that is no character."""
 
@@ -71,7 +74,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token for token, entry in added.items() if entry.special
         )
-        self.chat_template = chat_template(folder)
+        self.chat_templates = chat_templates(folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encoded(text, add_special_tokens).ids
@@ -177,38 +180,115 @@ class Tokenizer:
         """Raises KvlatheError where there is none."""
         return self._backend or tokenizer_files.read_backend(self.folder)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations without tools. Setting one sets all."""
+        return self.template_for(None)
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self.chat_templates = {} if template is None else {DEFAULT: template}
+
+    def template_for(self, tools: object) -> str | None:
+        """The template of conversations with ``tools``; None: they have none."""
+        named = self.chat_templates
+        found = None if tools is None else named.get(TOOL_USE)
+        return named.get(DEFAULT) if found is None else found
+
     def chat_prompt(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Turn],
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **values: Any,  # noqa: ANN401
     ) -> str:
         """The prompt that the checkpoint's template makes of ``messages`` ({"role":
-        ..., "content": ...}).
+        ..., "content": ...}). ``continue_final_message``: it ends with the last
+        message's text, which the answer goes on with.
 
         Encode it with ``add_special_tokens=False``: templates write their own. Raises
-        KvlatheError where there is no template or it refuses the messages.
+        KvlatheError where there is no template, it refuses the messages, or one of them
+        makes no difference to the prompt.
         """
-        if self.chat_template is None:
+        template = self.template_for(values.get("tools"))
+        if template is None:
             raise KvlatheError(
                 "this engine cannot chat",
                 "its checkpoint has no chat template",
                 "give a plain prompt instead",
             )
-        try:
-            template = sandbox().from_string(self.chat_template)
-            return template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **self.special,
-                **values,
+
+        asks = add_generation_prompt and not continue_final_message
+
+        def render(turns: Sequence[Turn]) -> str:
+            return sandbox().from_string(template).render(
+                messages=list(turns),
+                add_generation_prompt=asks,
+                **{**self.special, **values},
             )
+
+        try:
+            whole = render(messages)
+            said = continued(render, messages) if continue_final_message else whole
         except Exception as error:  # it is a program, and may raise anything
             raise KvlatheError(
                 "the chat template refused the messages",
                 str(error),
                 "change the messages",
             ) from error
+        check_appear(render, messages, whole)
+        return said
+
+
+MARK = "\u2063kvlathe\u2063"
+"""A text that no message and no template has."""
+MOST_CHECKED = 8
+"""Messages of one conversation, beside the first of each role, that are rendered again
+to see whether they appear."""
+
+
+def continued(render: Render, messages: Sequence[Turn]) -> str:
+    """The prompt up to the end of the last message's text. Raises ValueError where the
+    template leaves that out."""
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str):
+        raise ValueError("the last message has no text to continue")
+    whole = render([*before, last | {"content": f"{content}{MARK} "}])
+    text, found, rest = whole.rpartition(MARK)
+    if not found:
+        raise ValueError("it leaves out the last message, which was to be continued")
+    # A template that takes off the blank at the end takes off those before it, too.
+    return text if rest.startswith(" ") else text.rstrip()
+
+
+def check_appear(render: Render, messages: Sequence[Turn], text: str) -> None:
+    """Raise KvlatheError for a message whose words make no difference to the prompt: a
+    template passes over roles that it does not know. Those are rendered with other
+    words that are the first of their role, and that the prompt does not have."""
+    roles: set[object] = set()
+    missing = 0
+    for place, message in enumerate(messages):
+        content, role = message.get("content"), message.get("role")
+        if not isinstance(content, str) or not content.strip():
+            continue
+        absent = content.strip() not in text and missing < MOST_CHECKED
+        missing += absent
+        if role in roles and not absent:
+            continue
+        roles.add(role)
+        other = [*messages]
+        other[place] = message | {"content": MARK}
+        try:
+            same = render(other) == text
+        except Exception:  # it reads what they say
+            same = False
+        if same:
+            raise KvlatheError(
+                f"message {place + 1} ({role}) does not appear in the prompt",
+                "the model's chat template leaves it out",
+                "give its text another role that the template knows",
+            )
 
 
 class TextStream:
