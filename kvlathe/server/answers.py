@@ -41,15 +41,20 @@ AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 @dataclass(slots=True)
 class Spent:
-    """Tokens of a request's choices. ``guesses``: of each choice, those that were
-    guessed and those that were right."""
+    """Tokens of a request's choices, ``n`` for each of its prompts. ``guesses``: of each
+    choice, those that were guessed and those that were right; ``reused``: of each
+    prompt, those that the prefix cache had."""
 
+    n: int = 1
     generated: int = 0
+    reused: dict[int, int] = field(default_factory=dict)
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         self.generated += len(delta.token_ids)
         self.guesses[delta.index] = (delta.drafted, delta.accepted)
+        prompt = delta.index // self.n
+        self.reused[prompt] = max(delta.reused, self.reused.get(prompt, 0))
 
     @property
     def details(self) -> Json:
@@ -125,7 +130,7 @@ class Answerer(Jobs):
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
         choices = [job.kind.choice(join(parts[index])) for index in sorted(parts)]
-        spent = Spent()
+        spent = Spent(job.n)
         for said in parts.values():
             for delta in said:
                 spent.add(delta)
@@ -138,7 +143,7 @@ class Answerer(Jobs):
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
         """Server-sent events of a request that streams. What fails before the first one
         raises ApiError."""
-        head, spent = self._head(job, job.kind.chunk_object), Spent()
+        head, spent = self._head(job, job.kind.chunk_object), Spent(job.n)
         if job.usage_chunk:
             head["usage"] = None
         chunks = Chunks(head)
@@ -155,10 +160,11 @@ class Answerer(Jobs):
                     None if delta.index in opened else job.kind.opening(delta.index)
                 )
                 opened.add(delta.index)
+                usage = self._usage(job, spent) if job.usage_always else None
                 if opening:
-                    yield chunks.of(opening)
+                    yield chunks.of(opening, usage)
                 if says(delta) and (chunk := job.kind.chunk(delta)):
-                    yield chunks.of(chunk)
+                    yield chunks.of(chunk, usage)
             else:
                 if job.usage_chunk:
                     usage = self._usage(job, spent)
@@ -181,6 +187,7 @@ class Answerer(Jobs):
             "prompt_tokens": prompt,
             "completion_tokens": spent.generated,
             "total_tokens": prompt + spent.generated,
+            "prompt_tokens_details": {"cached_tokens": sum(spent.reused.values())},
         }
         if self.llm.engine.scheduler.speculation.drafter is not None:
             said["completion_tokens_details"] = spent.details
@@ -255,8 +262,11 @@ class Chunks:
     """Events of one stream, whose ``head`` is written once."""
 
     def __init__(self, head: Json) -> None:
+        self._head = head
         self._begin = f'data: {_encode(head)[:-1]},"choices":['
 
-    def of(self, choice: Json) -> str:
-        """The head with one choice."""
+    def of(self, choice: Json, usage: Json | None = None) -> str:
+        """The head with one choice, and the usage so far where it is asked for."""
+        if usage is not None:
+            return event({**self._head, "choices": [choice], "usage": usage})
         return f"{self._begin}{_encode(choice)}]}}\n\n"

@@ -31,8 +31,17 @@ from kvlathe.server.replies import (
     ModelCard,
     ModelList,
     Prefix,
+    Text,
+    Tokens,
+    Version,
 )
-from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
+from kvlathe.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `param` names it."},
@@ -163,7 +172,9 @@ def create_app(
     handle(app)
     service = Service(engine, metrics, Answerer(engine, model, max_new_tokens))
     add_answers(app, service)
+    add_tokens(app, service)
     add_models(app, service)
+    add_health(app, service)
     add_operations(app, service)
     return app
 
@@ -206,6 +217,33 @@ def add_answers(app: FastAPI, service: Service) -> None:
         return JSONResponse(await while_connected(request, made))
 
 
+def add_tokens(app: FastAPI, service: Service) -> None:
+    """The paths from texts to tokens and back."""
+    answerer, llm = service.answerer, service.engine.llm
+
+    @app.post("/tokenize", response_model=Tokens, responses=ERRORS, tags=["vLLM"])
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a text, or of a conversation."""
+        if body.model is not None:
+            service.check(body.model)
+        ids = await asyncio.to_thread(answerer.tokens, body)
+        names: list[str] | None = None
+        if body.return_token_strs:
+            names = [llm.tokenizer.backend.id_to_token(one) or "" for one in ids]
+        said = Tokens(
+            count=len(ids), max_model_len=llm.most_tokens, tokens=ids, token_strs=names
+        )
+        return JSONResponse(said.model_dump())
+
+    @app.post("/detokenize", response_model=Text, responses=ERRORS, tags=["vLLM"])
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        if body.model is not None:
+            service.check(body.model)
+        text = await asyncio.to_thread(answerer.text, body.tokens)
+        return JSONResponse({"prompt": text})
+
+
 def add_models(app: FastAPI, service: Service) -> None:
     """The paths that name the model."""
 
@@ -225,8 +263,8 @@ def add_models(app: FastAPI, service: Service) -> None:
         return service.card()
 
 
-def add_operations(app: FastAPI, service: Service) -> None:
-    """The paths for who runs the server."""
+def add_health(app: FastAPI, service: Service) -> None:
+    """The paths for who watches the server."""
     engine = service.engine
 
     @app.get(
@@ -241,6 +279,22 @@ def add_operations(app: FastAPI, service: Service) -> None:
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
         code = 200 if status == "ok" else 503
         return JSONResponse(Health(status=status).model_dump(), code)
+
+    @app.get("/ping", response_model=Health, tags=["vLLM"])
+    @app.post("/ping", response_model=Health, tags=["vLLM"])
+    async def ping() -> Response:
+        """The same as /health."""
+        return await health()
+
+    @app.get("/version", tags=["vLLM"])
+    async def version() -> Version:
+        """Of this program."""
+        return Version(version=__version__)
+
+
+def add_operations(app: FastAPI, service: Service) -> None:
+    """The paths for who runs the server."""
+    engine = service.engine
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -113,14 +114,15 @@ def unexpected_error(error: Exception) -> ApiError:
 def handle(app: FastAPI) -> None:
     """Answer every exception that a request is to blame for in this form."""
 
-    async def api_error(_: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if not isinstance(
             error, ApiError
         ):  # no such path, method not allowed, a body that breaks off
-            error = ApiError(
-                error.status_code, str(error.detail), headers=dict(error.headers or {})
-            )
+            said = str(error.detail)
+            if error.status_code == 404:
+                said = f"there is no {request.url.path:.200}: {paths_of(app)}"
+            error = ApiError(error.status_code, said, headers=dict(error.headers or {}))
         return error.response()
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
@@ -129,6 +131,12 @@ def handle(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+def paths_of(app: FastAPI) -> str:
+    """The paths that there are, in words."""
+    described = {r.path for r in app.routes if isinstance(r, APIRoute)}
+    return f"this server has {', '.join(sorted(described))}"
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:

@@ -25,11 +25,13 @@ log = logging.getLogger("kvlathe")
 BODY_SECONDS = 60.0
 """Most time that a client may take to send a request's body."""
 
+KEYED = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of the paths that need a key, where the server has any."""
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies
+    """Lets requests to /v1 and for tokens through that carry one of ``keys`` (none: all), and bodies
     of at most ``max_body`` bytes that come within ``body_seconds``.
 
     The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached prefixes
@@ -56,7 +58,7 @@ class Gate:
         headers, begun = dict(scope["headers"]), list[int]()
         send = self._watched(send, scope, headers.get(b"x-request-id", b""), begun)
         try:
-            if scope["path"].startswith("/v1/"):
+            if scope["path"].startswith(KEYED):
                 scope.setdefault("state", {})["tenant"] = self._tenant(
                     headers.get(b"authorization", b"")
                 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvlathe.base.errors import KvlatheError
@@ -17,7 +17,12 @@ from kvlathe.server.conventions import Convention, convention_of
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.fields import Json
 from kvlathe.server.messages import Message
-from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
+from kvlathe.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
 from kvlathe.server.tool_answers import ToolChat
 
 DEFAULT_TOKENS = 16
@@ -36,6 +41,7 @@ class Job:
     kind: Kind
     seconds: float | None = None
     usage_chunk: bool = False
+    usage_always: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -83,7 +89,13 @@ class Jobs:
     def chat(self, request: ChatRequest) -> Job:
         calling = self._calling(request)
         tools = request.tools_for_template if calling else None
-        text = self._framed(request.messages, True, tools)
+        text = self._framed(
+            request.messages,
+            request.add_generation_prompt is not False,
+            tools,
+            request.continue_final_message is True,
+            request.chat_template_kwargs or {},
+        )
         self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
@@ -106,7 +118,7 @@ class Jobs:
         none. Raises ApiError where it cannot."""
         if not request.tools or request.tool_choice == "none":
             return None
-        found = convention_of(self.llm.tokenizer.chat_template or "")
+        found = convention_of(self.llm.tokenizer.template_for(request.tools) or "")
         if found is None:
             said = "tools: this model's chat template takes none, or in a way that is not known"
             raise ApiError(422, said, "tools", "tools")
@@ -146,14 +158,38 @@ class Jobs:
             return self._encode(request.prompt, "prompt", True)
         return request.prompt
 
+    def tokens(self, request: TokenizeRequest) -> list[int]:
+        """The tokens of a text or a conversation."""
+        if request.messages is not None:
+            text = self._framed(
+                request.messages, request.add_generation_prompt is not False
+            )
+            special = request.add_special_tokens is True
+            return self._encode(text, "messages", special)
+        assert request.prompt is not None
+        special = request.add_special_tokens is not False
+        return self._encode(request.prompt, "prompt", special)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones by their names."""
+        self._check_ids("tokens", tokens)
+        return self.llm.tokenizer.decode(tokens, skip_special_tokens=False)
+
     def _framed(
-        self, messages: list[Message], asks: bool, tools: list[Json] | None = None
+        self,
+        messages: list[Message],
+        asks: bool,
+        tools: list[Json] | None = None,
+        goes_on: bool = False,
+        values: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a conversation; ``asks``: that an answer is to follow, which may
-        call ``tools``."""
+        call ``tools``; ``goes_on``: that it goes on with the last message. ``values``
+        are the template's own."""
         turns = [message.for_template() for message in messages]
+        framed = self.llm.tokenizer.chat_prompt
         try:
-            return self.llm.tokenizer.chat_prompt(turns, asks, tools=tools)
+            return framed(turns, asks, goes_on, tools=tools, **(values or {}))
         except KvlatheError as error:
             raise ApiError(
                 422, f"messages: {error}", "messages", "chat_template"
@@ -244,5 +280,14 @@ class Jobs:
         param: str,
         kind: Kind,
     ) -> Job:
-        asked = bool(request.stream_options and request.stream_options.include_usage)
-        return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)
+        options = request.stream_options
+        return Job(
+            prompts,
+            params,
+            n,
+            param,
+            kind,
+            request.deadline_seconds,
+            bool(options and options.include_usage),
+            bool(options and options.include_usage and options.continuous_usage_stats),
+        )

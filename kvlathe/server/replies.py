@@ -14,12 +14,17 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int = Field(description="Wrong; not in the answer.")
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Tokens that the prefix cache had.")
+
+
 class Usage(BaseModel):
     """Tokens. A prompt with several choices counts once."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
         None, description="Where the server speculates."
     )
@@ -123,6 +128,21 @@ class Prefix(BaseModel):
     kv_bytes: int
     kv_bytes_whole: int = Field(description="Without compaction.")
     seconds: float
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int = Field(description="Tokens of prompt and answer together.")
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="Entries of the vocabulary.")
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
 
 
 class ModelCard(BaseModel):

@@ -40,12 +40,21 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_PROMPTS = 1 << 14
+TEMPLATE_FIELDS = (
+    *("self", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "chat_template"),
+)
+"""Names of a template's values that a request gives elsewhere."""
 TOKEN = re.compile("[0-9]{1,10}")
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(
         None, description="One more chunk at the end, with usage and no choices."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="Extension: with include_usage, usage so far in every chunk.",
     )
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
@@ -57,9 +66,11 @@ class SampledRequest(Strict):
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 always takes the likeliest. Default: 1."
     )
-    top_p: Annotated[float, interval_of("top_p")] | None = Field(
+    top_p: float | None = Field(
         None,
-        description="Draw from the likeliest tokens of joint mass top_p.",
+        ge=0,
+        le=1,
+        description="Draw from the likeliest tokens of joint mass top_p; 0 takes the likeliest.",
     )
     n: Integer | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1."
@@ -103,6 +114,10 @@ class SampledRequest(Strict):
     )
     ignore_eos: bool | None = Field(
         None, description="Extension: go on past the end-of-text token."
+    )
+    skip_special_tokens: bool | None = Field(
+        None,
+        description="Extension; false: the text has special tokens, but for its end.",
     )
     stop_token_ids: TokenIds | None = Field(
         None, max_length=MAX_STOPS, description="Extension."
@@ -196,9 +211,10 @@ class SampledRequest(Strict):
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """The request as the engine's SamplingParams."""
+        temperature = 1.0 if self.temperature is None else self.temperature
         given: Json = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
+            "temperature": 0.0 if self.top_p == 0 else temperature,
+            "top_p": self.top_p or None,
             "top_k": max(0, self.top_k or 0),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
@@ -213,6 +229,7 @@ class SampledRequest(Strict):
             else tuple(self.stop or ()),
             "stop_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
@@ -265,6 +282,34 @@ class CompletionRequest(SampledRequest):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
+class TokenizeRequest(Strict):
+    """POST /tokenize, as vLLM has it."""
+
+    model: str | None = Field(None, description="The served model's name.")
+    prompt: str | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = Field(
+        None, description="A conversation, as the chat template frames it."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
+    return_token_strs: bool | None = Field(None, description="Default: false.")
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one", "give one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize, as vLLM has it."""
+
+    model: str | None = Field(None, description="The served model's name.")
+    tokens: TokenIds
+
+
 class PrefixRequest(Strict):
     """POST /v1/prefixes."""
 
@@ -312,6 +357,18 @@ class ChatRequest(SampledRequest):
     parallel_tool_calls: bool | None = Field(
         None, description="false: one call at most where there must be one."
     )
+    chat_template_kwargs: Json | None = Field(
+        None,
+        description="Extension: values of the chat template's own, as enable_thinking.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Extension; false: the prompt ends with the last message. Default: true.",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Extension: go on with the last message's text; needs add_generation_prompt false.",
+    )
     # Refused unless they ask for nothing.
     functions: Refused = None
     function_call: Refused = None
@@ -346,6 +403,27 @@ class ChatRequest(SampledRequest):
                 "tool_choice: it asks for a tool that tools does not have",
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_end(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise PydanticCustomError(
+                "continue_final_message",
+                "continue_final_message needs add_generation_prompt to be false",
+            )
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _own_values(cls, values: Json | None) -> Json | None:
+        for name in values or {}:
+            if name in TEMPLATE_FIELDS or not name.isidentifier():
+                raise PydanticCustomError(
+                    "chat_template_kwargs",
+                    "{name} is no value of a template's own",
+                    {"name": name[:60]},
+                )
+        return values
 
     @property
     def tools_for_template(self) -> list[Json]:

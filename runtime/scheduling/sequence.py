@@ -62,6 +62,7 @@ class Sequence:
     a prompt has passed the stages of its plan. ``shared_prompt``: where several answers
     to one prompt were asked for.
 
+    ``reused``: tokens of its prompt that the prefix cache had; -1 until it was asked.
     ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these,
     those that are in its answer.
 
@@ -87,6 +88,7 @@ class Sequence:
     shared_prompt: SharedPrompt | None = None
     arrival: int = 0
     deadline: float = math.inf
+    reused: int = -1
     drafted: int = 0
     accepted: int = 0
     finish_reason: str | None = None

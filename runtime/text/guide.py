@@ -37,6 +37,20 @@ blanks for ever. Eight levels of two blanks, or four of four."""
 SETTINGS: JsonCompileOptions = {"whitespace_pattern": SPACE, "coerce_one_of": True}
 """Settings of the schema compiler. It reads oneOf as anyOf: an answer then fits at
 least one of them."""
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4"),
+        *("ipv6", "uuid", "uri"),
+    }
+)
+"""Formats of strings that llguidance holds an answer to."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keys of a schema that hold values, which are not looked into."""
+MAPS = (
+    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+    *("dependencies",),
+)
+"""Keys of a schema that hold schemas by name."""
 EMPTY = "no text fits it"
 COMPILED = 16
 """Structures that are kept compiled: each holds the lexer states that answers found."""
@@ -287,13 +301,42 @@ def source_of(structure: Structure) -> str:
             raise ValueError(EMPTY)
         schema = dict[str, object]()
     check_settings(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=SETTINGS)
+    known = without_notes(schema)
+    return LLMatcher.grammar_from_json_schema(known, overrides=SETTINGS)
 
 
 def check_settings(schema: dict[str, object]) -> None:
     """Raises ValueError for a schema that would set limits of the compiler."""
     if "x-guidance" in schema:
         raise ValueError("it says x-guidance, which sets limits of the compiler")
+
+
+def without_notes(schema: dict[str, object]) -> dict[str, object]:
+    """The schema without what holds an answer to nothing: string formats that
+    llguidance does not know, which JSON schema takes as notes, and uniqueItems where it
+    is false. Raises ValueError for names by a pattern: nothing would keep an answer from
+    giving one twice, which readers of JSON take for a fault or overwrite."""
+    if schema.get("patternProperties") and schema.get("maxProperties") != 1:
+        raise ValueError(
+            "patternProperties could give a name twice: list the names in properties"
+        )
+
+    def kept(name: str, value: object) -> bool:
+        unknown = name == "format" and isinstance(value, str) and value not in FORMATS
+        return not unknown and not (name == "uniqueItems" and value is False)
+
+    def inner(name: str, value: object) -> object:
+        if name in VALUES:
+            return value
+        if name in MAPS and isinstance(value, dict):
+            return {key: inner("", one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [inner("", one) for one in value]
+        return without_notes(value) if isinstance(value, dict) else value
+
+    return {
+        name: inner(name, value) for name, value in schema.items() if kept(name, value)
+    }
 
 
 def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
@@ -309,7 +352,7 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
         head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
-        body = json.dumps(schema | {"x-guidance": SETTINGS})
+        body = json.dumps({**without_notes(schema), "x-guidance": SETTINGS})
         lines.append(f'call_{i}: {quote(head)} %json {body} "}}"')
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([*lines, f"call: {names}"])

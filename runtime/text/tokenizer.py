@@ -221,10 +221,14 @@ class Tokenizer:
         asks = add_generation_prompt and not continue_final_message
 
         def render(turns: Sequence[Turn]) -> str:
-            return sandbox().from_string(template).render(
-                messages=list(turns),
-                add_generation_prompt=asks,
-                **{**self.special, **values},
+            return (
+                sandbox()
+                .from_string(template)
+                .render(
+                    messages=list(turns),
+                    add_generation_prompt=asks,
+                    **{**self.special, **values},
+                )
             )
 
         try:
