@@ -143,16 +143,17 @@ def chat_templates(folder: Path) -> dict[str, str]:
     path = folder / SETTINGS_FILE
     given = read_object(path).get("chat_template")
     named = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
-    entries = [
-        (one.get("name"), one["template"])
-        for one in named
-        if isinstance(one, dict) and one.get("template") is not None
-    ]
-    if any(not isinstance(text, str) for entry in entries for text in entry):
-        raise KvlatheError(
-            f"the chat template in {path} cannot be read", "it is not text", REPLACE
-        )
-    return dict(entries)
+    templates: dict[str, str] = {}
+    for one in named:
+        if not isinstance(one, dict) or one.get("template") is None:
+            continue
+        name, text = one.get("name"), one["template"]
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise KvlatheError(
+                f"the chat template in {path} cannot be read", "it is not text", REPLACE
+            )
+        templates[name] = text
+    return templates
 
 
 def _read(path: Path) -> str:
