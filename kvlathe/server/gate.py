@@ -31,8 +31,8 @@ REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Lets requests to /v1 and for tokens through that carry one of ``keys`` (none: all), and bodies
-    of at most ``max_body`` bytes that come within ``body_seconds``.
+    """Lets requests to KEYED paths through that carry one of ``keys`` (none: all), and
+    bodies of at most ``max_body`` bytes that come within ``body_seconds``.
 
     The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached prefixes
     only with their own. ``failed`` is told the status of every answer that is an error.

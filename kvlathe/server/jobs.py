@@ -25,6 +25,8 @@ from kvlathe.server.schema import (
 )
 from kvlathe.server.tool_answers import ToolChat
 
+DEVELOPER = "developer"
+"""The role that the OpenAI API gives to what it called system before."""
 DEFAULT_TOKENS = 16
 """max_tokens of a completion that gives none, as in the OpenAI API."""
 
@@ -188,6 +190,9 @@ class Jobs:
         are the template's own."""
         turns = [message.for_template() for message in messages]
         framed = self.llm.tokenizer.chat_prompt
+        if DEVELOPER not in (self.llm.tokenizer.template_for(tools) or ""):
+            for turn in turns:
+                turn["role"] = {DEVELOPER: "system"}.get(turn["role"], turn["role"])
         try:
             return framed(turns, asks, goes_on, tools=tools, **(values or {}))
         except KvlatheError as error:

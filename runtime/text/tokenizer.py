@@ -75,6 +75,8 @@ class Tokenizer:
             token for token, entry in added.items() if entry.special
         )
         self.chat_templates = chat_templates(folder)
+        # Of each template, the roles whose messages it writes.
+        self._roles: dict[str, set[object]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encoded(text, add_special_tokens).ids
@@ -240,15 +242,24 @@ class Tokenizer:
                 str(error),
                 "change the messages",
             ) from error
-        check_appear(render, messages, whole)
+        place = missing(
+            render, messages, whole, self._roles.setdefault(template, set())
+        )
+        if place is not None:
+            raise KvlatheError(
+                f"message {place + 1} ({messages[place].get('role')}) does not appear in "
+                "the prompt",
+                "the model's chat template leaves it out",
+                "give its text another role that the template knows",
+            )
         return said
 
 
 MARK = "\u2063kvlathe\u2063"
 """A text that no message and no template has."""
 MOST_CHECKED = 8
-"""Messages of one conversation, beside the first of each role, that are rendered again
-to see whether they appear."""
+"""Messages of one conversation that are tried alone: a template that changes every word
+shows no mark."""
 
 
 def continued(render: Render, messages: Sequence[Turn]) -> str:
@@ -262,37 +273,64 @@ def continued(render: Render, messages: Sequence[Turn]) -> str:
     text, found, rest = whole.rpartition(MARK)
     if not found:
         raise ValueError("it leaves out the last message, which was to be continued")
+    if rest.startswith(" ") or not content.strip():
+        return text
     # A template that takes off the blank at the end takes off those before it, too.
-    return text if rest.startswith(" ") else text.rstrip()
+    return text.removesuffix(content[len(content.rstrip()) :])
 
 
-def check_appear(render: Render, messages: Sequence[Turn], text: str) -> None:
-    """Raise KvlatheError for a message whose words make no difference to the prompt: a
-    template passes over roles that it does not know. Those are rendered with other
-    words that are the first of their role, and that the prompt does not have."""
-    roles: set[object] = set()
-    missing = 0
-    for place, message in enumerate(messages):
-        content, role = message.get("content"), message.get("role")
-        if not isinstance(content, str) or not content.strip():
-            continue
-        absent = content.strip() not in text and missing < MOST_CHECKED
-        missing += absent
-        if role in roles and not absent:
-            continue
-        roles.add(role)
-        other = [*messages]
-        other[place] = message | {"content": MARK}
-        try:
-            same = render(other) == text
-        except Exception:  # it reads what they say
-            same = False
-        if same:
-            raise KvlatheError(
-                f"message {place + 1} ({role}) does not appear in the prompt",
-                "the model's chat template leaves it out",
-                "give its text another role that the template knows",
-            )
+def missing(
+    render: Render, messages: Sequence[Turn], text: str, seen: set[object]
+) -> int | None:
+    """The place of a message that makes no difference to the prompt ``text``; None
+    where there is none. ``seen``: roles whose messages the template is known to write;
+    those that are found are added.
+
+    A message whose words are in the prompt is there, if its role is a known one. The
+    others are looked for in one more prompt, where marks stand in their places. So a
+    conversation costs a second rendering where it is the first of its roles, or where
+    the template changes what messages say. A message that calls tools may lose its
+    text: templates of Llama 3 leave that out.
+    """
+    unsure = [
+        place
+        for place, message in enumerate(messages)
+        if isinstance(content := message.get("content"), str)
+        and content.strip()
+        and not message.get("tool_calls")
+        and not (message.get("role") in seen and content.strip() in text)
+    ]
+    if not unsure:
+        return None
+    marked = [*messages]
+    for place in unsure:
+        marked[place] = messages[place] | {"content": f"{MARK}{place}{MARK}"}
+    try:
+        said = render(marked)
+    except Exception:  # it reads what they say
+        said = ""
+    hidden: list[int] = []
+    for place in unsure:
+        if f"{MARK}{place}{MARK}" in said:
+            seen.add(messages[place].get("role"))
+        else:
+            hidden.append(place)
+    for place in hidden[:MOST_CHECKED]:
+        if _makes_no_difference(render, messages, place, text):
+            return place
+    return None
+
+
+def _makes_no_difference(
+    render: Render, messages: Sequence[Turn], place: int, text: str
+) -> bool:
+    """Whether the prompt is the same with other words in a message."""
+    other = [*messages]
+    other[place] = messages[place] | {"content": MARK}
+    try:
+        return render(other) == text
+    except Exception:  # it reads what the message says
+        return False
 
 
 class TextStream:

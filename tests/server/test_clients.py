@@ -129,6 +129,18 @@ def test_chats_begin_as_the_request_says(
     assert found.json()["choices"][0]["message"]["content"] == expected
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_developers_are_heard_as_the_system_where_a_template_knows_none(
+    served: Served, known: bool
+) -> None:
+    template = "{{ messages[0].role }}: {{ messages[0].content }}"
+    turns = [{"role": "developer", "content": "a"}]
+    found = chat(served, template + "{# developer #}" * known, messages=turns)
+    prompt = "developer: a" if known else "system: a"
+    expected = alone(prompt, max_new_tokens=4).text
+    assert found.json()["choices"][0]["message"]["content"] == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from kvlathe.base import tokenizer_files
+from kvlathe.base.chat_template import Template
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.tokenizer import (
     UNFINISHED,
@@ -541,3 +542,54 @@ def test_a_template_that_reads_what_a_message_says_may_change_it(
         "{% endif %}ok{% endfor %}"
     )
     assert templated(tmp_path, template).chat_prompt([turn("user", "go")]) == "ok"
+
+
+def test_known_roles_cost_one_rendering_and_changed_words_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    )
+    tokenizer = templated(tmp_path, template)
+    rendered: list[str] = []
+    render = Template.render
+
+    def counted(self: Template, **values: object) -> str:
+        rendered.append(render(self, **values))
+        return rendered[-1]
+
+    monkeypatch.setattr(Template, "render", counted)
+    chat = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    for expected in (2, 1, 1):  # the first time, each role is looked for
+        rendered.clear()
+        tokenizer.chat_prompt(chat * 40)
+        assert len(rendered) == expected
+    rendered.clear()
+    thought = turn("assistant", "<think>so</think>b")
+    assert "so" not in tokenizer.chat_prompt(
+        [chat[0], thought, *[thought, chat[0]] * 9]
+    )
+    assert len(rendered) == 2
+
+
+def test_a_message_that_calls_tools_may_lose_its_text(tmp_path: Path) -> None:
+    """As with templates of Llama 3."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    calls = turn("assistant", "I look.") | {"tool_calls": [{"name": "look"}]}
+    chat = [turn("user", "a"), calls]
+    assert templated(tmp_path, template).chat_prompt(chat) == "alook"
+
+
+def test_a_message_without_text_is_continued_at_its_beginning(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}{% endfor %}"
+    )
+    found = templated(tmp_path, template)
+    chat = [turn("user", "a"), turn("assistant", " ")]
+    assert (
+        found.chat_prompt(chat, continue_final_message=True) == "<user> a<assistant> "
+    )
