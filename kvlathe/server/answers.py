@@ -137,7 +137,7 @@ class Answerer(Jobs):
         return {
             **self._head(job, job.kind.object),
             "choices": choices,
-            "usage": self._usage(job, spent),
+            "usage": self.usage(job, spent),
         }
 
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
@@ -146,30 +146,38 @@ class Answerer(Jobs):
         head, spent = self._head(job, job.kind.chunk_object), Spent(job.n)
         if job.usage_chunk:
             head["usage"] = None
-        chunks = Chunks(head)
+        chunks, begun = Chunks(head), False
+        try:
+            async with aclosing(self.pieces(job, tenant, spent)) as pieces:
+                async for piece in pieces:
+                    begun = True
+                    usage = self.usage(job, spent) if job.usage_always else None
+                    yield chunks.of(piece, usage)
+            if job.usage_chunk:
+                yield event({**head, "choices": [], "usage": self.usage(job, spent)})
+        except ApiError as failure:
+            if not begun:
+                raise
+            yield event(failure.body)
+        yield "data: [DONE]\n\n"
+
+    async def pieces(
+        self, job: Job, tenant: str, spent: Spent
+    ) -> AsyncGenerator[Json, None]:
+        """Pieces of the choices, as ``job.kind`` writes them, and their tokens into
+        ``spent``. Raises ApiError where the request fails."""
         opened: set[int] = set()
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
                 spent.add(delta)
                 if failure := error_of(delta):
-                    if not opened:
-                        raise failure
-                    yield event(failure.body)
-                    break
-                opening = (
-                    None if delta.index in opened else job.kind.opening(delta.index)
-                )
-                opened.add(delta.index)
-                usage = self._usage(job, spent) if job.usage_always else None
-                if opening:
-                    yield chunks.of(opening, usage)
+                    raise failure
+                if delta.index not in opened:
+                    opened.add(delta.index)
+                    if opening := job.kind.opening(delta.index):
+                        yield opening
                 if says(delta) and (chunk := job.kind.chunk(delta)):
-                    yield chunks.of(chunk, usage)
-            else:
-                if job.usage_chunk:
-                    usage = self._usage(job, spent)
-                    yield event({**head, "choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
+                    yield chunk
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
         try:
@@ -181,7 +189,8 @@ class Answerer(Jobs):
         except KvlatheError as error:
             raise refusal(error, job.param) from error
 
-    def _usage(self, job: Job, spent: Spent) -> Json:
+    def usage(self, job: Job, spent: Spent) -> Json:
+        """Tokens of a request, as the OpenAI API counts them."""
         prompt = sum(map(len, job.prompts))
         said: Json = {
             "prompt_tokens": prompt,
@@ -248,6 +257,7 @@ def join(deltas: list[Delta]) -> Delta:
         tuple(entry for delta in deltas for entry in delta.logprobs),
         deltas[0].prompt_logprobs,
         deltas[-1].finish_reason,
+        stop=deltas[-1].stop,
     )
 
 

@@ -120,7 +120,7 @@ class Completions(Kind):
             "index": delta.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            **ending(delta),
         }
 
     def _likeliest(self, report: TokenLogprob) -> dict[str, float]:
@@ -144,6 +144,12 @@ class Completions(Kind):
             ],
             "text_offset": offsets,
         }
+
+
+def ending(delta: Delta) -> Json:
+    """Why an answer ended; as in vLLM, with the stop string that ended it."""
+    said: Json = {"finish_reason": delta.finish_reason}
+    return said if delta.stop is None else {**said, "stop_reason": delta.stop}
 
 
 class Chat(Kind):
@@ -179,7 +185,7 @@ class Chat(Kind):
             "index": delta.index,
             name: value,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            **ending(delta),
         }
 
     def _report(self, report: TokenLogprob) -> Json:

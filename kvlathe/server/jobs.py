@@ -90,16 +90,8 @@ class Jobs:
 
     def chat(self, request: ChatRequest) -> Job:
         calling = self._calling(request)
-        tools = request.tools_for_template if calling else None
-        text = self._framed(
-            request.messages,
-            request.add_generation_prompt is not False,
-            tools,
-            request.continue_final_message is True,
-            request.chat_template_kwargs or {},
-        )
         self._check_count(1, request.n or 1)
-        prompt = self._encode(text, "messages", False)
+        prompt = self._encode(self._chat_text(request, calling), "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
         params = self._params(
             request,
@@ -114,6 +106,20 @@ class Jobs:
             params = self._must_call(request, calling, params)
             kind = ToolChat(self.llm.tokenizer, bool(request.logprobs), calling)
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
+
+    def chat_tokens(self, request: ChatRequest) -> int:
+        """Tokens of the prompt of a chat."""
+        text = self._chat_text(request, self._calling(request))
+        return len(self._encode(text, "messages", False))
+
+    def _chat_text(self, request: ChatRequest, calling: Convention | None) -> str:
+        return self._framed(
+            request.messages,
+            request.add_generation_prompt is not False,
+            request.tools_for_template if calling else None,
+            request.continue_final_message is True,
+            request.chat_template_kwargs or {},
+        )
 
     def _calling(self, request: ChatRequest) -> Convention | None:
         """The convention in which the model is to write calls; None where it is to make

@@ -31,6 +31,7 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+STOP_REASON = "Extension: the stop string that ended the text, where one did."
 
 
 class CompletionLogprobs(BaseModel):
@@ -51,6 +52,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = Field(None, description=STOP_REASON)
 
 
 class Completion(BaseModel):
@@ -103,6 +105,7 @@ class ChatChoice(BaseModel):
     message: Reply
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: str | None = Field(None, description=STOP_REASON)
 
 
 class ChatCompletion(BaseModel):
@@ -116,6 +119,52 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str = Field(description="Of the compression plan.")
     choices: list[ChatChoice]
     usage: Usage
+
+
+class ResponseObject(BaseModel):
+    """A response. Events of a stream have its parts, and the whole at the end."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int = Field(description="Unix seconds.")
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[dict[str, object]] = Field(
+        description="Items: reasoning, message, function_call."
+    )
+    usage: dict[str, object] | None = None
+
+
+class ItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, object]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """An answer, as Anthropic's API has it."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, object]] = Field(
+        description="Blocks: thinking, text, tool_use."
+    )
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None = None
+    usage: dict[str, object]
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
 
 
 class Prefix(BaseModel):

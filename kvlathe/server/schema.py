@@ -34,7 +34,7 @@ from kvlathe.server.fields import (
 )
 from kvlathe.server.formats import ResponseFormat, StructuredOutputs
 from kvlathe.server.messages import Message
-from kvlathe.server.tools import MAX_TOOLS, NamedChoice, Tool, ToolChoice
+from kvlathe.server.tools import MAX_TOOLS, Tool, ToolChoice, must_call, names_of
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -352,7 +352,8 @@ class ChatRequest(SampledRequest):
         None, description="Functions that the answer may call."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="none, auto (the default), required, or a function's name."
+        None,
+        description="none, auto (the default), required, a function's name, or allowed_tools.",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="false: one call at most where there must be one."
@@ -393,11 +394,8 @@ class ChatRequest(SampledRequest):
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise PydanticCustomError("tools", "tools: two have the same name")
-        choice = self.tool_choice
-        if choice in (None, "none", "auto"):
-            return self
-        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
-        if not names or (wanted is not None and wanted not in names):
+        wanted = names_of(self.tool_choice) or set()
+        if (must_call(self.tool_choice) and not names) or not wanted <= {*names}:
             raise PydanticCustomError(
                 "tool_choice",
                 "tool_choice: it asks for a tool that tools does not have",
@@ -427,19 +425,25 @@ class ChatRequest(SampledRequest):
 
     @property
     def tools_for_template(self) -> list[Json]:
-        """Tools as templates take them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        """Tools as templates take them: where any answer is allowed, those that may be
+        called."""
+        tools = self.tools or []
+        wanted = None if must_call(self.tool_choice) else names_of(self.tool_choice)
+        if wanted is not None:
+            tools = [tool for tool in tools if tool.function.name in wanted]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def must_call(self) -> dict[str, Json]:
         """The functions of which one must be called (name -> schema); empty where none
         must."""
-        choice = self.tool_choice
-        if choice in (None, "none", "auto"):
+        if not must_call(self.tool_choice):
             return {}
-        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
+        wanted = names_of(self.tool_choice)
         functions = [tool.function for tool in self.tools or []]
-        return {f.name: f.schema_ for f in functions if wanted in (None, f.name)}
+        return {
+            f.name: f.schema_ for f in functions if wanted is None or f.name in wanted
+        }
 
     @property
     def structure_param(self) -> str | None:

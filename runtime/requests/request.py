@@ -25,7 +25,8 @@ class Delta:
     on, then stop, length, cancelled, timeout (its deadline passed), moved (it goes on
     elsewhere) or error (``error`` says which). ``drafted``, ``accepted``: of the whole
     sequence so far, tokens that were guessed, and those that were right. ``reused``:
-    tokens of its prompt that the prefix cache had.
+    tokens of its prompt that the prefix cache had. ``stop``: the stop string that ended
+    it, where one did.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Delta:
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
+    stop: str | None = None
 
 
 OnDelta = Callable[[Delta], None]
@@ -85,6 +87,7 @@ class Request:
             sequence.drafted,
             sequence.accepted,
             max(0, sequence.reused),
+            sequence.text.stopped_by if sequence.text else None,
         )
         told.characters = len(text)
         return delta

@@ -362,7 +362,12 @@ class TextStream:
         self._held = ""
         self._shown_names = {} if skip_special else tokenizer.special_names
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text: ``stopped_by``."""
+        return self.stopped_by is not None
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character on: what a
@@ -376,8 +381,8 @@ class TextStream:
         return ids[start:]
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes, maybe empty. Sets ``stopped`` where a stop
-        string ended the text."""
+        """The text that ``token`` completes, maybe empty. Sets ``stopped_by`` where a
+        stop string ended the text."""
         name = self._shown_names.get(token, "")
         if token not in self._tokenizer.special_ids:
             self._ids.append(token)
@@ -427,10 +432,11 @@ class TextStream:
             self.text += piece
             return piece
         held = self._held + piece
-        places = [held.find(stop) for stop in self._stop]
-        cuts = [place for place in places if place >= 0]
-        self.stopped = bool(cuts)
-        end = min(cuts) if cuts else len(held) - self._possible_stop(held)
+        found = [(held.find(stop), stop) for stop in self._stop]
+        cuts = [(place, stop) for place, stop in found if place >= 0]
+        end, self.stopped_by = (
+            min(cuts) if cuts else (len(held) - self._possible_stop(held), None)
+        )
         self._held = "" if cuts else held[end:]
         self.text += held[:end]
         return held[:end]

@@ -187,3 +187,29 @@ def test_paths_that_vllm_has_answer_and_a_wrong_one_names_them(served: Served) -
     said = httpx.get(f"{url}/nothing").json()["error"]
     assert said["type"] == "not_found_error"
     assert all(x in said["message"] for x in ("/nothing", "/v1/models", "/tokenize"))
+
+
+def test_the_stop_string_that_ended_a_text_is_named(served: Served) -> None:
+    whole = post(served, "completions", prompt="def", max_tokens=20, temperature=0)
+    text = whole.json()["choices"][0]["text"]
+    stop = text[6:8]
+    for asked, expected in (([stop, "\u2603"], stop), (["\u2603"], None)):
+        found = post(
+            served,
+            "completions",
+            prompt="def",
+            max_tokens=20,
+            temperature=0,
+            stop=asked,
+        ).json()["choices"][0]
+        assert found.get("stop_reason") == expected
+        assert found["text"] == (text if expected is None else text.split(stop)[0])
+
+
+def test_refusals_of_earlier_answers_are_text_to_the_template(served: Served) -> None:
+    parts = [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": "Never."}]
+    turns = [*TURNS, {"role": "assistant", "content": parts}, *TURNS]
+    found = chat(served, TEMPLATE, messages=turns)
+    prompt = "<user>a</><assistant>No. Never.</><user>a</><assistant>"
+    expected = alone(prompt, max_new_tokens=4).text
+    assert found.json()["choices"][0]["message"]["content"] == expected
