@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.json_files import REPLACE, read_object
-from kvlathe.base.limited import Limited
+from kvlathe.base.limited import Limited, LimitError
 
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -205,6 +205,25 @@ def syntax_fault(template: str) -> str:
 
 check_syntax = Limited(__name__, "syntax_fault", seconds=5.0)
 """The same in a child. Raises LimitError."""
+
+
+def read_names(template: str) -> list[str]:
+    """The values that a template reads."""
+    found = meta.find_undeclared_variables(environment().parse(template))
+    return sorted(found)
+
+
+_names_within_limits = Limited(__name__, "read_names", seconds=5.0)
+
+
+@lru_cache(8)
+def variables_of(template: str) -> frozenset[str]:
+    """The values that a template reads; none where it cannot be read."""
+    try:
+        found = cast("list[str]", _names_within_limits(template))
+    except LimitError:
+        return frozenset()
+    return frozenset(found)
 
 
 def _compile(template: str) -> None:

@@ -43,17 +43,19 @@ AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 class Spent:
     """Tokens of a request's choices, ``n`` for each of its prompts. ``guesses``: of each
     choice, those that were guessed and those that were right; ``reused``: of each
-    prompt, those that the prefix cache had."""
+    prompt, those that the prefix cache had; ``thoughts``: those before the answers."""
 
-    n: int = 1
+    job: Job
     generated: int = 0
+    thoughts: int = 0
     reused: dict[int, int] = field(default_factory=dict)
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         self.generated += len(delta.token_ids)
         self.guesses[delta.index] = (delta.drafted, delta.accepted)
-        prompt = delta.index // self.n
+        self.thoughts += self.job.kind.thought_tokens(delta)
+        prompt = delta.index // self.job.n
         self.reused[prompt] = max(delta.reused, self.reused.get(prompt, 0))
 
     @property
@@ -130,7 +132,7 @@ class Answerer(Jobs):
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
         choices = [job.kind.choice(join(parts[index])) for index in sorted(parts)]
-        spent = Spent(job.n)
+        spent = Spent(job)
         for said in parts.values():
             for delta in said:
                 spent.add(delta)
@@ -143,7 +145,7 @@ class Answerer(Jobs):
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
         """Server-sent events of a request that streams. What fails before the first one
         raises ApiError."""
-        head, spent = self._head(job, job.kind.chunk_object), Spent(job.n)
+        head, spent = self._head(job, job.kind.chunk_object), Spent(job)
         if job.usage_chunk:
             head["usage"] = None
         chunks, begun = Chunks(head), False
@@ -198,8 +200,13 @@ class Answerer(Jobs):
             "total_tokens": prompt + spent.generated,
             "prompt_tokens_details": {"cached_tokens": sum(spent.reused.values())},
         }
+        details: Json = {}
         if self.llm.engine.scheduler.speculation.drafter is not None:
-            said["completion_tokens_details"] = spent.details
+            details |= spent.details
+        if job.kind.thinks:
+            details["reasoning_tokens"] = spent.thoughts
+        if details:
+            said["completion_tokens_details"] = details
         return said
 
     def _head(self, job: Job, kind: str) -> Json:

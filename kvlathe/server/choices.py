@@ -20,6 +20,8 @@ class Kind(ABC):
     """One of the two APIs: how a choice is written."""
 
     prefix = object = chunk_object = ""
+    thinks = False
+    """Whether its answers may have thoughts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -35,6 +37,10 @@ class Kind(ABC):
     def chunk(self, delta: Delta) -> Json | None:
         """A piece of one; None where there is nothing to say yet."""
         return self.choice(delta)
+
+    def thought_tokens(self, delta: Delta) -> int:
+        """Tokens of a delta that are thoughts."""
+        return 0
 
     def token(self, token: int) -> str:
         """A token as clients see it. One that is part of a character: its bytes, as

@@ -8,10 +8,18 @@ from pydantic import BaseModel, Field
 
 
 class CompletionTokensDetails(BaseModel):
-    """Counts of tokens that the server guessed (docs/speculative.md)."""
+    """Counts of tokens that the server guessed (docs/speculative.md), and of those that
+    are thoughts."""
 
-    accepted_prediction_tokens: int = Field(description="Right, so in the answer.")
-    rejected_prediction_tokens: int = Field(description="Wrong; not in the answer.")
+    accepted_prediction_tokens: int | None = Field(
+        None, description="Guessed and right, so in the answer."
+    )
+    rejected_prediction_tokens: int | None = Field(
+        None, description="Guessed and wrong; not in the answer."
+    )
+    reasoning_tokens: int | None = Field(
+        None, description="Thoughts, where the model may think."
+    )
 
 
 class PromptTokensDetails(BaseModel):
@@ -26,7 +34,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        None, description="Where the server speculates."
+        None, description="Where the server speculates, or the model may think."
     )
 
 
@@ -97,6 +105,9 @@ class ToolCall(BaseModel):
 class Reply(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(
+        None, description="Extension: thoughts before the answer."
+    )
     tool_calls: list[ToolCall] | None = None
 
 

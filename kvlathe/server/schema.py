@@ -9,10 +9,11 @@ accepted and ignored; unknown ones are refused.
 from __future__ import annotations
 
 import re
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import (
     Field,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -46,6 +47,7 @@ TEMPLATE_FIELDS = (
 )
 """Names of a template's values that a request gives elsewhere."""
 TOKEN = re.compile("[0-9]{1,10}")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Strict):
@@ -121,6 +123,12 @@ class SampledRequest(Strict):
     )
     stop_token_ids: TokenIds | None = Field(
         None, max_length=MAX_STOPS, description="Extension."
+    )
+    min_tokens: Integer | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Extension: tokens that come before the text may end.",
     )
     deadline_seconds: float | None = Field(
         None, gt=0, description="Extension: give up after so long, with 408."
@@ -230,6 +238,7 @@ class SampledRequest(Strict):
             "stop_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
+            "min_tokens": self.min_tokens,
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
@@ -370,6 +379,15 @@ class ChatRequest(SampledRequest):
         None,
         description="Extension: go on with the last message's text; needs add_generation_prompt false.",
     )
+    reasoning_effort: Effort | None = Field(
+        None, description="How much the model may think; none: not at all."
+    )
+    thinking_token_budget: Integer | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Extension: most tokens of thoughts, which are ended there.",
+    )
     # Refused unless they ask for nothing.
     functions: Refused = None
     function_call: Refused = None
@@ -377,7 +395,6 @@ class ChatRequest(SampledRequest):
     audio: Refused = None
     prediction: Refused = None
     web_search_options: Refused = None
-    reasoning_effort: Refused = None
     verbosity: Refused = None
     # They say nothing about the text.
     metadata: Ignored = None
@@ -388,6 +405,18 @@ class ChatRequest(SampledRequest):
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     moderation: Ignored = None
+
+    _insists: bool = PrivateAttr(default=True)
+
+    @property
+    def insists(self) -> bool:
+        """Whether an effort that would change nothing is refused."""
+        return self._insists
+
+    def without_insisting(self) -> ChatRequest:
+        """The same, for an API in which that effort is the default."""
+        self._insists = False
+        return self
 
     @model_validator(mode="after")
     def _known_tools(self) -> ChatRequest:

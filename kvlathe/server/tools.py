@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -113,6 +114,10 @@ class Called(BaseModel):
         if isinstance(arguments, str):
             said["function"]["arguments"] = parse_arguments(arguments)
         return said
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def parse_arguments(arguments: str) -> object:

@@ -17,7 +17,7 @@ from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.scheduling.prompt import PromptPath
 from kvlathe.runtime.sessions.protocols import PassRows
-from kvlathe.runtime.text.guide import Guide
+from kvlathe.runtime.text.masks import Guide
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import TextStream
@@ -142,7 +142,7 @@ class Sequence:
         params = self.params
         looks = params.looks_back
         if counted and params.is_counted:
-            looks = params.structure is not None
+            looks = params.is_guided
         return self.pending > 0 and looks
 
     @property

@@ -19,7 +19,13 @@ from typing import Any
 import tokenizers
 
 from kvlathe.base import tokenizer_files
-from kvlathe.base.chat_template import DEFAULT, TOOL_USE, chat_templates, sandbox
+from kvlathe.base.chat_template import (
+    DEFAULT,
+    TOOL_USE,
+    chat_templates,
+    sandbox,
+    variables_of,
+)
 from kvlathe.base.errors import KvlatheError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -30,6 +36,7 @@ LONGEST = 8
 """Tokens that are held back at most while they may be the beginning of a character."""
 CHARACTER = 4
 """Most bytes of a character."""
+WHITE = " \t\r\n"
 
 Turn = dict[str, Any]
 """A message: {"role": ..., "content": ..., ...}."""
@@ -172,6 +179,29 @@ class Tokenizer:
         ids = self.special_ids.difference(self.eos_ids)
         return {token: self.backend.id_to_token(token) or "" for token in ids}
 
+    def has_token(self, name: str) -> bool:
+        """Whether the vocabulary has an entry of that name."""
+        backend = self._backend
+        return backend is not None and backend.token_to_id(name) is not None
+
+    def specials_in(self, *texts: str) -> dict[str, int]:
+        """Special tokens, by name, that texts have."""
+        said = "\0".join(texts)
+        names = self.special_names.items()
+        return {name: token for token, name in names if name and name in said}
+
+    @functools.cached_property
+    def blanks(self) -> tuple[int, ...]:
+        """Tokens that write nothing but white space."""
+        alphabet = {byte: name for name, byte in byte_alphabet().items()}
+        names = {"\u2581", *WHITE, *(alphabet[ord(one)] for one in WHITE)}
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        likely = [token for name, token in vocabulary.items() if {*name} <= names]
+        pieces = {token: self.piece(token) for token in likely}
+        return tuple(
+            sorted(token for token, one in pieces.items() if one and not one.strip())
+        )
+
     @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the vocabulary's longest entry."""
@@ -196,6 +226,11 @@ class Tokenizer:
         named = self.chat_templates
         found = None if tools is None else named.get(TOOL_USE)
         return named.get(DEFAULT) if found is None else found
+
+    def template_values(self, tools: object) -> frozenset[str]:
+        """Names of the values that the template of such conversations reads."""
+        template = self.template_for(tools)
+        return frozenset() if template is None else variables_of(template)
 
     def chat_prompt(
         self,
@@ -338,7 +373,7 @@ class TextStream:
     first stop string.
 
     ``skip_special`` False: special tokens are written by their names, but for those
-    that end a text.
+    that end a text. ``least``: tokens before which no stop string counts.
 
     Text that may be the beginning of a stop string is held back until it is not. The
     pieces that ``push`` and ``close`` return add up to ``text``, which goes on where
@@ -351,8 +386,10 @@ class TextStream:
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         skip_special: bool = True,
+        least: int = 0,
     ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._least = least  # tokens that come before a stop string counts
         self._ids = self._end_of(prompt)
         self._shown = len(self._ids)  # ids whose text is complete
         self._anchor = 0  # where decoding begins
@@ -383,6 +420,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that ``token`` completes, maybe empty. Sets ``stopped_by`` where a
         stop string ended the text."""
+        self._least -= 1
         name = self._shown_names.get(token, "")
         if token not in self._tokenizer.special_ids:
             self._ids.append(token)
@@ -428,7 +466,7 @@ class TextStream:
 
     def _say(self, piece: str) -> str:
         """Give out a text, but for what may begin a stop string."""
-        if not self._stop:
+        if not self._stop or self._least > 0:
             self.text += piece
             return piece
         held = self._held + piece

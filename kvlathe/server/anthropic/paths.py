@@ -24,7 +24,7 @@ async def events_of(
 ) -> AsyncGenerator[Json, None]:
     """Events of a message. A failure raises ApiError, but for one in the middle of a
     ``stream``."""
-    spent, begun = Spent(job.n), False
+    spent, begun = Spent(job), False
     try:
         async with aclosing(answerer.pieces(job, tenant, spent)) as pieces:
             async for piece in pieces:

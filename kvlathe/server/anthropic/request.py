@@ -22,12 +22,14 @@ from pydantic_core import PydanticCustomError
 
 from kvlathe.server.errors import renamed, unfit
 from kvlathe.server.fields import Ignored, Integer, Items, Json, Refused, Strict
-from kvlathe.server.schema import MAX_STOPS, ChatRequest
+from kvlathe.server.schema import MAX_STOPS, ChatRequest, Effort
 from kvlathe.server.tools import MAX_TOOLS, Name, parse_arguments
 
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Field of a chat -> the same field here."""
 
@@ -127,10 +129,16 @@ class JsonFormat(Strict):
 
 class OutputConfig(Strict):
     format: JsonFormat | None = None
+    effort: Effort | None = None
 
 
 class Thinking(Strict):
-    type: Literal["disabled"]
+    """Thoughts before the answer. Without this field there are none, where the model can
+    leave them."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = Field(None, ge=1, lt=2**31)
+    display: Ignored = None
 
 
 class PromptRequest(Strict):
@@ -149,7 +157,7 @@ class PromptRequest(Strict):
     )
     thinking: Thinking | None = None
     output_config: OutputConfig | None = Field(
-        None, description="format: JSON by a schema."
+        None, description="format: JSON by a schema; effort: how much to think."
     )
     # Refused unless they ask for nothing.
     container: Refused = None
@@ -161,9 +169,10 @@ class PromptRequest(Strict):
     def chat(self) -> ChatRequest:
         """The chat that it is. Raises ApiError."""
         try:
-            return ChatRequest.model_validate(self._fields())
+            chat = ChatRequest.model_validate(self._fields())
         except ValidationError as error:
             raise renamed(unfit(error), NAMES) from error
+        return chat if self.thinking else chat.without_insisting()
 
     def _fields(self) -> Json:
         turns = turns_of(self.messages)
@@ -181,7 +190,17 @@ class PromptRequest(Strict):
         if self.output_config and (form := self.output_config.format):
             named = {"name": "output", "schema": form.schema_}
             said["response_format"] = {"type": "json_schema", "json_schema": named}
-        return said
+        return said | self._thinking()
+
+    def _thinking(self) -> Json:
+        """The fields of a chat that say how much the model may think."""
+        effort = self.output_config.effort if self.output_config else None
+        if self.thinking is None or self.thinking.type == "disabled":
+            return {"reasoning_effort": "none"}
+        return {
+            "reasoning_effort": effort,
+            "thinking_token_budget": self.thinking.budget_tokens,
+        }
 
 
 class MessagesRequest(PromptRequest):

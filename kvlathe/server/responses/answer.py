@@ -225,6 +225,10 @@ def head_of(request: ResponsesRequest) -> Json:
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "reasoning": {
+            "effort": request.reasoning.effort if request.reasoning else None,
+            "summary": None,
+        },
         "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": {"type": "text"}, **said.get("text", {})},

@@ -53,7 +53,7 @@ class Responses:
         """Events of a response. A failure raises ApiError, but for one in the middle of
         a ``stream``."""
         answerer, begun = self.service.answerer, False
-        spent = Spent(job.n)
+        spent = Spent(job)
         try:
             async with aclosing(answerer.pieces(job, tenant, spent)) as pieces:
                 async for piece in pieces:

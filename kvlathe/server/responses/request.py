@@ -12,7 +12,7 @@ from kvlathe.server.errors import renamed, unfit
 from kvlathe.server.fields import Ignored, Integer, Items, Json, Refused, Strict
 from kvlathe.server.formats import JsonSchema
 from kvlathe.server.responses.items import Item, turns_of
-from kvlathe.server.schema import ChatRequest
+from kvlathe.server.schema import ChatRequest, Effort
 from kvlathe.server.tools import MAX_TOOLS, Function, Name
 
 LOGPROBS = "message.output_text.logprobs"
@@ -21,6 +21,7 @@ NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """Field of a chat -> the same field here."""
 
@@ -71,6 +72,12 @@ class TextOptions(Strict):
     verbosity: Refused = None
 
 
+class Reasoning(Strict):
+    effort: Effort | None = None
+    summary: str | None = Field(None, description="Ignored: thoughts are given whole.")
+    generate_summary: str | None = Field(None, description="Ignored.")
+
+
 class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
@@ -104,9 +111,15 @@ class PromptRequest(Strict):
     truncation: Literal["disabled"] | None = Field(
         None, description="What is too long is refused."
     )
+    reasoning: Reasoning | None = Field(
+        None, description="effort: how much the model may think."
+    )
     # Extensions, named as in vLLM.
     chat_template_kwargs: Json | None = Field(
         None, description="Extension: values of the chat template's own."
+    )
+    thinking_token_budget: Integer | None = Field(
+        None, ge=0, lt=2**31, description="Extension: most tokens of thoughts."
     )
     conversation: Refused = None
     prompt: Refused = None
@@ -132,6 +145,8 @@ class PromptRequest(Strict):
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "tool_choice": chosen(self.tool_choice),
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "thinking_token_budget": self.thinking_token_budget,
         }
         if self.tools:
             own = [tool.model_dump(exclude={"type"}) for tool in self.tools]

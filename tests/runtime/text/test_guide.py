@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.guide import Guide, Guides, StructureError, masks_of
-from kvlathe.runtime.text.masks import Masks, apply_masks
+from kvlathe.runtime.text.guide import Guides, StructureError, masks_of
+from kvlathe.runtime.text.masks import Guide, Masks, apply_masks
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import MODEL
