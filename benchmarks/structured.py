@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.support.commands import parser_of
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.text.guide import Guide, Guides
-from kvlathe.runtime.text.masks import Masks, apply_masks, no_bits
+from kvlathe.runtime.text.guide import Guides
+from kvlathe.runtime.text.masks import Guide, Masks, apply_masks, no_bits
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer

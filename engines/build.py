@@ -18,6 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvlathe.base.chat_template import (
+    MORE_TEMPLATES,
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    chat_templates,
+)
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import model_name
@@ -279,6 +285,12 @@ def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if (source / MORE_TEMPLATES).is_dir():  # an engine has no inner folders
+        named = chat_templates(source)
+        entries = [{"name": name, "template": text} for name, text in named.items()]
+        settings = read_object(source / SETTINGS_FILE) | {"chat_template": entries}
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1), "utf-8")
+        (folder / TEMPLATE_FILE).unlink(missing_ok=True)
     if ends or (source / GENERATION).is_file():
         settings = read_object(source / GENERATION) | {"eos_token_id": list(ends)}
         (folder / GENERATION).write_text(json.dumps(settings, indent=1), "utf-8")

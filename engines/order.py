@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base import devices
 from kvlathe.base.adapters import read_adapter
+from kvlathe.base.chat_template import MORE_TEMPLATES
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
@@ -386,6 +387,7 @@ def _digests(model: Path) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint that a build reads."""
     weights = sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
     others = [model / name for name in ("config.json", *FILES)]
+    others += sorted((model / MORE_TEMPLATES).glob("*.jinja"))
     there = [path for path in (*weights, *others) if path.is_file()]
     if there:
         log.info("reading %s", model)

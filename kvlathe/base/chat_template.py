@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.json_files import REPLACE, read_object
-from kvlathe.base.limited import Limited
+from kvlathe.base.limited import Limited, LimitError
 
 TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of NAME.jinja, where a checkpoint has several templates as files."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: the second one is for conversations with tools."""
 SETTINGS_FILE = "tokenizer_config.json"
 
 
@@ -126,49 +130,52 @@ def sandbox() -> Sandbox:
     return Sandbox()
 
 
-def chat_template(folder: Path) -> str | None:
-    """The folder's chat template: that of chat_template.jinja, else that of
-    tokenizer_config.json (one, or the one named default of several). None where there
-    is none. Raises KvlatheError where it is not text."""
-    path = folder / TEMPLATE_FILE
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeError) as error:
-            raise KvlatheError(f"{path} cannot be read", str(error), REPLACE) from error
+def chat_templates(folder: Path) -> dict[str, str]:
+    """The folder's chat templates by name: those of files, else those of
+    tokenizer_config.json, where one alone is the default. Raises KvlatheError where one
+    is not text."""
+    files = {DEFAULT: folder / TEMPLATE_FILE} | {
+        path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    }
+    found = {name: _read(path) for name, path in files.items() if path.is_file()}
+    if found:
+        return found
     path = folder / SETTINGS_FILE
-    template = read_object(path).get("chat_template")
-    if isinstance(template, list):
-        template = _default(template)
-    if template is not None and not isinstance(template, str):
-        raise KvlatheError(
-            f"the chat template in {path} cannot be read", "it is not text", REPLACE
-        )
-    return template
+    given = read_object(path).get("chat_template")
+    named = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+    templates: dict[str, str] = {}
+    for one in named:
+        if not isinstance(one, dict) or one.get("template") is None:
+            continue
+        name, text = one.get("name"), one["template"]
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise KvlatheError(
+                f"the chat template in {path} cannot be read", "it is not text", REPLACE
+            )
+        templates[name] = text
+    return templates
 
 
-def _default(entries: list[object]) -> object:
-    """The template named default in [{"name": ..., "template": ...}, ...]."""
-    for entry in entries:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            return entry.get("template")
-    return None
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise KvlatheError(f"{path} cannot be read", str(error), REPLACE) from error
 
 
 def check(folder: Path) -> None:
     """Raise KvlatheError where the folder has a chat template that cannot run."""
-    template = chat_template(folder)
-    if template is None:
-        return
-    try:
-        _compile(template)
-    except ValueError as error:
-        raise KvlatheError(
-            f"the chat template of {folder} cannot run",
-            str(error),
-            f"correct {TEMPLATE_FILE} or {SETTINGS_FILE}, or take the template out to "
-            "build an engine that does not chat",
-        ) from error
+    for name, template in chat_templates(folder).items():
+        try:
+            _compile(template)
+        except ValueError as error:
+            which = "" if name == DEFAULT else f" {name}"
+            raise KvlatheError(
+                f"the chat template{which} of {folder} cannot run",
+                str(error),
+                f"correct {TEMPLATE_FILE} or {SETTINGS_FILE}, or take the template out "
+                "to build an engine that does not chat",
+            ) from error
 
 
 def read_template(path: Path) -> str:
@@ -198,6 +205,25 @@ def syntax_fault(template: str) -> str:
 
 check_syntax = Limited(__name__, "syntax_fault", seconds=5.0)
 """The same in a child. Raises LimitError."""
+
+
+def read_names(template: str) -> list[str]:
+    """The values that a template reads."""
+    found = meta.find_undeclared_variables(environment().parse(template))
+    return sorted(found)
+
+
+_names_within_limits = Limited(__name__, "read_names", seconds=5.0)
+
+
+@lru_cache(8)
+def variables_of(template: str) -> frozenset[str]:
+    """The values that a template reads; none where it cannot be read."""
+    try:
+        found = cast("list[str]", _names_within_limits(template))
+    except LimitError:
+        return frozenset()
+    return frozenset(found)
 
 
 def _compile(template: str) -> None:

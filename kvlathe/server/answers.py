@@ -41,15 +41,22 @@ AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 @dataclass(slots=True)
 class Spent:
-    """Tokens of a request's choices. ``guesses``: of each choice, those that were
-    guessed and those that were right."""
+    """Tokens of a request's choices, ``n`` for each of its prompts. ``guesses``: of each
+    choice, those that were guessed and those that were right; ``reused``: of each
+    prompt, those that the prefix cache had; ``thoughts``: those before the answers."""
 
+    job: Job
     generated: int = 0
+    thoughts: int = 0
+    reused: dict[int, int] = field(default_factory=dict)
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         self.generated += len(delta.token_ids)
         self.guesses[delta.index] = (delta.drafted, delta.accepted)
+        self.thoughts += self.job.kind.thought_tokens(delta)
+        prompt = delta.index // self.job.n
+        self.reused[prompt] = max(delta.reused, self.reused.get(prompt, 0))
 
     @property
     def details(self) -> Json:
@@ -125,45 +132,54 @@ class Answerer(Jobs):
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
         choices = [job.kind.choice(join(parts[index])) for index in sorted(parts)]
-        spent = Spent()
+        spent = Spent(job)
         for said in parts.values():
             for delta in said:
                 spent.add(delta)
         return {
             **self._head(job, job.kind.object),
             "choices": choices,
-            "usage": self._usage(job, spent),
+            "usage": self.usage(job, spent),
         }
 
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
         """Server-sent events of a request that streams. What fails before the first one
         raises ApiError."""
-        head, spent = self._head(job, job.kind.chunk_object), Spent()
+        head, spent = self._head(job, job.kind.chunk_object), Spent(job)
         if job.usage_chunk:
             head["usage"] = None
-        chunks = Chunks(head)
+        chunks, begun = Chunks(head), False
+        try:
+            async with aclosing(self.pieces(job, tenant, spent)) as pieces:
+                async for piece in pieces:
+                    begun = True
+                    usage = self.usage(job, spent) if job.usage_always else None
+                    yield chunks.of(piece, usage)
+            if job.usage_chunk:
+                yield event({**head, "choices": [], "usage": self.usage(job, spent)})
+        except ApiError as failure:
+            if not begun:
+                raise
+            yield event(failure.body)
+        yield "data: [DONE]\n\n"
+
+    async def pieces(
+        self, job: Job, tenant: str, spent: Spent
+    ) -> AsyncGenerator[Json, None]:
+        """Pieces of the choices, as ``job.kind`` writes them, and their tokens into
+        ``spent``. Raises ApiError where the request fails."""
         opened: set[int] = set()
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
                 spent.add(delta)
                 if failure := error_of(delta):
-                    if not opened:
-                        raise failure
-                    yield event(failure.body)
-                    break
-                opening = (
-                    None if delta.index in opened else job.kind.opening(delta.index)
-                )
-                opened.add(delta.index)
-                if opening:
-                    yield chunks.of(opening)
+                    raise failure
+                if delta.index not in opened:
+                    opened.add(delta.index)
+                    if opening := job.kind.opening(delta.index):
+                        yield opening
                 if says(delta) and (chunk := job.kind.chunk(delta)):
-                    yield chunks.of(chunk)
-            else:
-                if job.usage_chunk:
-                    usage = self._usage(job, spent)
-                    yield event({**head, "choices": [], "usage": usage})
-        yield "data: [DONE]\n\n"
+                    yield chunk
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
         try:
@@ -175,15 +191,22 @@ class Answerer(Jobs):
         except KvlatheError as error:
             raise refusal(error, job.param) from error
 
-    def _usage(self, job: Job, spent: Spent) -> Json:
+    def usage(self, job: Job, spent: Spent) -> Json:
+        """Tokens of a request, as the OpenAI API counts them."""
         prompt = sum(map(len, job.prompts))
         said: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": spent.generated,
             "total_tokens": prompt + spent.generated,
+            "prompt_tokens_details": {"cached_tokens": sum(spent.reused.values())},
         }
+        details: Json = {}
         if self.llm.engine.scheduler.speculation.drafter is not None:
-            said["completion_tokens_details"] = spent.details
+            details |= spent.details
+        if job.kind.thinks:
+            details["reasoning_tokens"] = spent.thoughts
+        if details:
+            said["completion_tokens_details"] = details
         return said
 
     def _head(self, job: Job, kind: str) -> Json:
@@ -241,6 +264,7 @@ def join(deltas: list[Delta]) -> Delta:
         tuple(entry for delta in deltas for entry in delta.logprobs),
         deltas[0].prompt_logprobs,
         deltas[-1].finish_reason,
+        stop=deltas[-1].stop,
     )
 
 
@@ -255,8 +279,11 @@ class Chunks:
     """Events of one stream, whose ``head`` is written once."""
 
     def __init__(self, head: Json) -> None:
+        self._head = head
         self._begin = f'data: {_encode(head)[:-1]},"choices":['
 
-    def of(self, choice: Json) -> str:
-        """The head with one choice."""
+    def of(self, choice: Json, usage: Json | None = None) -> str:
+        """The head with one choice, and the usage so far where it is asked for."""
+        if usage is not None:
+            return event({**self._head, "choices": [choice], "usage": usage})
         return f"{self._begin}{_encode(choice)}]}}\n\n"

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvlathe.base.package import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.server.answers import Answerer
+from kvlathe.server.anthropic.paths import add_messages
 from kvlathe.server.cache_view import CacheView, cache_view
-from kvlathe.server.errors import ApiError, ErrorResponse, handle
+from kvlathe.server.errors import handle
 from kvlathe.server.gate import BODY_SECONDS, Gate, Methods
-from kvlathe.server.jobs import Job
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.pages import POLICY, chat_page, docs_page
 from kvlathe.server.plan_view import PlanView, plan_view
@@ -31,98 +27,21 @@ from kvlathe.server.replies import (
     ModelCard,
     ModelList,
     Prefix,
+    Text,
+    Tokens,
+    Version,
 )
-from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
-
-FAILURES: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field is wrong; `param` names it."},
-    401: {"description": "No API key, or an unknown one."},
-    404: {"description": "No such model."},
-    408: {"description": "`deadline_seconds` passed, or the body never ended."},
-    413: {"description": "The body is too large."},
-    422: {
-        "description": "This engine cannot do it: no tokenizer, no chat template, or the template refused."
-    },
-    429: {"description": "The queue is full; `Retry-After` says when to come back."},
-    500: {"description": "The engine failed on this request."},
-    503: {"description": "The server is shutting down, or has no room just now."},
-}
-ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
-EVENT = {
-    "type": "object",
-    "required": ["data"],
-    "properties": {"data": {"type": "string"}},
-}
-STREAM = {
-    200: {
-        "content": {
-            "text/event-stream": {
-                "schema": EVENT | {"description": "`data`: a chunk, or [DONE]"}
-            }
-        }
-    }
-}
-UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""Headers of streams. Without them nginx would collect the pieces."""
+from kvlathe.server.responses.paths import add_responses
+from kvlathe.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
+from kvlathe.server.service import ERRORS, STREAM, Service, while_connected
 
 MAX_BODY = 4 << 20
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """The objects that all paths answer from. ``started``: Unix seconds."""
-
-    engine: AsyncEngine
-    metrics: Metrics
-    answerer: Answerer
-    started: int = field(default_factory=lambda: int(time.time()))
-
-    def check(self, name: str) -> None:
-        """Raises ApiError where another model is asked for."""
-        model = self.answerer.model
-        if name != model:
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist: this server has `{model}`",
-                "model",
-                "model_not_found",
-            )
-
-    def card(self) -> ModelCard:
-        """The model that is served."""
-        llm = self.engine.llm
-        bytes_of = llm.manifest.kv_bytes if llm.manifest else None
-        per_token = bytes_of.per_token if bytes_of else llm.layout.bytes_per_token()
-        return ModelCard(
-            id=self.answerer.model,
-            created=self.started,
-            max_model_len=llm.most_tokens,
-            kv_bytes_per_token=per_token,
-            kv_bytes_removed=bytes_of.removed if bytes_of else 0.0,
-        )
-
-    async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
-        """The whole answer, or a stream of events."""
-        tenant = request.state.tenant
-        if not stream:
-            whole = self.answerer.whole(job, tenant)
-            return JSONResponse(await while_connected(request, whole))
-        events = self.answerer.events(job, tenant)
-        # What is refused is refused with a status, before the stream begins.
-        first = await while_connected(request, anext(events))
-
-        async def rest() -> AsyncGenerator[str, None]:
-            try:
-                yield first
-                async for event in events:
-                    yield event
-            finally:
-                await events.aclose()
-
-        return StreamingResponse(
-            rest(), media_type="text/event-stream", headers=UNBUFFERED
-        )
 
 
 def create_app(
@@ -156,14 +75,18 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
     handle(app)
     service = Service(engine, metrics, Answerer(engine, model, max_new_tokens))
     add_answers(app, service)
+    add_responses(app, service)
+    add_messages(app, service)
+    add_tokens(app, service)
     add_models(app, service)
+    add_health(app, service)
     add_operations(app, service)
     return app
 
@@ -206,6 +129,33 @@ def add_answers(app: FastAPI, service: Service) -> None:
         return JSONResponse(await while_connected(request, made))
 
 
+def add_tokens(app: FastAPI, service: Service) -> None:
+    """The paths from texts to tokens and back."""
+    answerer, llm = service.answerer, service.engine.llm
+
+    @app.post("/tokenize", response_model=Tokens, responses=ERRORS, tags=["vLLM"])
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a text, or of a conversation."""
+        if body.model is not None:
+            service.check(body.model)
+        ids = await asyncio.to_thread(answerer.tokens, body)
+        names: list[str] | None = None
+        if body.return_token_strs:
+            names = [llm.tokenizer.backend.id_to_token(one) or "" for one in ids]
+        said = Tokens(
+            count=len(ids), max_model_len=llm.most_tokens, tokens=ids, token_strs=names
+        )
+        return JSONResponse(said.model_dump())
+
+    @app.post("/detokenize", response_model=Text, responses=ERRORS, tags=["vLLM"])
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        if body.model is not None:
+            service.check(body.model)
+        text = await asyncio.to_thread(answerer.text, body.tokens)
+        return JSONResponse({"prompt": text})
+
+
 def add_models(app: FastAPI, service: Service) -> None:
     """The paths that name the model."""
 
@@ -225,8 +175,8 @@ def add_models(app: FastAPI, service: Service) -> None:
         return service.card()
 
 
-def add_operations(app: FastAPI, service: Service) -> None:
-    """The paths for who runs the server."""
+def add_health(app: FastAPI, service: Service) -> None:
+    """The paths for who watches the server."""
     engine = service.engine
 
     @app.get(
@@ -241,6 +191,22 @@ def add_operations(app: FastAPI, service: Service) -> None:
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
         code = 200 if status == "ok" else 503
         return JSONResponse(Health(status=status).model_dump(), code)
+
+    @app.get("/ping", response_model=Health, tags=["vLLM"])
+    @app.post("/ping", response_model=Health, tags=["vLLM"])
+    async def ping() -> Response:
+        """The same as /health."""
+        return await health()
+
+    @app.get("/version", tags=["vLLM"])
+    async def version() -> Version:
+        """The version of this program."""
+        return Version(version=__version__)
+
+
+def add_operations(app: FastAPI, service: Service) -> None:
+    """The paths for who runs the server."""
+    engine = service.engine
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
@@ -269,24 +235,3 @@ def add_operations(app: FastAPI, service: Service) -> None:
     async def prometheus() -> Response:
         """Prometheus metrics: vLLM's names with `kvlathe_` in front."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-async def while_connected(request: Request, answer: Awaitable[T]) -> T:
-    """Await ``answer``; cancel it as soon as the client has gone."""
-    work = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(disconnected(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ApiError(499, "the client has gone")
-        return work.result()
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        with suppress(asyncio.CancelledError, ApiError):
-            await work
-
-
-async def disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

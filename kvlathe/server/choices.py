@@ -20,6 +20,8 @@ class Kind(ABC):
     """One of the two APIs: how a choice is written."""
 
     prefix = object = chunk_object = ""
+    thinks = False
+    """Whether its answers may have thoughts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -35,6 +37,10 @@ class Kind(ABC):
     def chunk(self, delta: Delta) -> Json | None:
         """A piece of one; None where there is nothing to say yet."""
         return self.choice(delta)
+
+    def thought_tokens(self, delta: Delta) -> int:
+        """Tokens of a delta that are thoughts."""
+        return 0
 
     def token(self, token: int) -> str:
         """A token as clients see it. One that is part of a character: its bytes, as
@@ -120,7 +126,7 @@ class Completions(Kind):
             "index": delta.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            **ending(delta),
         }
 
     def _likeliest(self, report: TokenLogprob) -> dict[str, float]:
@@ -144,6 +150,12 @@ class Completions(Kind):
             ],
             "text_offset": offsets,
         }
+
+
+def ending(delta: Delta) -> Json:
+    """Why an answer ended; as in vLLM, with the stop string that ended it."""
+    said: Json = {"finish_reason": delta.finish_reason}
+    return said if delta.stop is None else {**said, "stop_reason": delta.stop}
 
 
 class Chat(Kind):
@@ -179,7 +191,7 @@ class Chat(Kind):
             "index": delta.index,
             name: value,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
+            **ending(delta),
         }
 
     def _report(self, report: TokenLogprob) -> Json:

@@ -5,18 +5,34 @@ from __future__ import annotations
 
 import secrets
 import string
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvlathe.runtime.text.structure import Calls, Structure
+from kvlathe.runtime.text.structure import NAME, Calls, Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.fields import Json
+from kvlathe.server.tools import new_call_id
 
 MOST_CALLS = 16
 """Most calls in one answer that must call: a small model would go on for ever."""
 SHORT = 9
 """Characters of a call's id that Mistral's templates take."""
+
+
+class Calling(Protocol):
+    """A way in which a model writes calls."""
+
+    def new_id(self) -> str:
+        """The id of a call."""
+        ...
+
+    def structure(
+        self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
+    ) -> Structure:
+        """The structure of an answer that must call one of ``tools`` (name -> JSON
+        schema); ``several``: any number of times. Raises KvlatheError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +60,23 @@ class Convention:
         if self.shows == MISTRAL.shows:
             alphabet = string.ascii_letters + string.digits
             return "".join(secrets.choice(alphabet) for _ in range(SHORT))
-        return f"call_{uuid.uuid4().hex[:24]}"
+        return new_call_id()
 
     def structure(
         self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
     ) -> Structure:
         """The structure of an answer that must call one of ``tools`` (name -> JSON
         schema); ``several``: any number of times. Raises KvlatheError."""
-        begin: str | int = "" if self.bare else self.begin
-        special = {name: token for token, name in tokenizer.special_names.items()}
-        if begin in special:
-            begin = special[begin]
         calls = Calls(
-            begin,
-            self.opens,
-            self.before,
-            self.after,
-            self.between,
-            self.end,
-            self.key,
-            self.most if several else 1,
+            begin=("" if self.bare else self.begin) + self.opens,
+            head=f'{self.before}{{"name": "{NAME}", "{self.key}": ',
+            tail=f"}}{self.after}",
+            between=self.between,
+            end=self.end,
+            most=self.most if several else 1,
+            special=tokenizer.specials_in(
+                self.begin, self.before, self.after, self.end
+            ),
         )
         return Structure.calls(calls, tools)
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
@@ -22,6 +23,15 @@ TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -77,8 +87,21 @@ class ApiError(HTTPException):
             }
         }
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status_code, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's API says it."""
+        kind = ANTHROPIC_TYPES.get(
+            self.status_code,
+            "invalid_request_error" if self.status_code < 500 else "api_error",
+        )
+        said = self.body["error"]["message"]
+        return {"type": "error", "error": {"type": kind, "message": said}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The error in the form of the API that ``path`` belongs to."""
+        anthropic = path.startswith(ANTHROPIC_PATH)
+        body = self.anthropic_body if anthropic else self.body
+        return JSONResponse(body, self.status_code, self.headers)
 
 
 def refusal(error: KvlatheError, param: str | None) -> ApiError:
@@ -103,6 +126,26 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     )
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error of a chat, with the field's name in another API."""
+    first, dot, rest = (error.param or "").partition(".")
+    if first not in names:
+        return error
+    param = f"{names[first]}{dot}{rest}"
+    said = error.detail.replace(error.param or "", param, 1)
+    return ApiError(
+        error.status_code, said, param, error.code, dict(error.headers or {}) or None
+    )
+
+
+def unfit(error: ValidationError) -> ApiError:
+    """400 for a chat that another API's request cannot become."""
+    first = error.errors()[0]
+    param = ".".join(map(str, first["loc"])) or None
+    said = first["msg"] if param is None else f"{param}: {first['msg']}"
+    return ApiError(400, said, param, "invalid_value")
+
+
 def unexpected_error(error: Exception) -> ApiError:
     """The HTTP error for a fault of the server itself."""
     return ApiError(
@@ -113,22 +156,29 @@ def unexpected_error(error: Exception) -> ApiError:
 def handle(app: FastAPI) -> None:
     """Answer every exception that a request is to blame for in this form."""
 
-    async def api_error(_: Request, error: Exception) -> JSONResponse:
+    async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if not isinstance(
             error, ApiError
         ):  # no such path, method not allowed, a body that breaks off
-            error = ApiError(
-                error.status_code, str(error.detail), headers=dict(error.headers or {})
-            )
-        return error.response()
+            said = str(error.detail)
+            if error.status_code == 404:
+                said = f"there is no {request.url.path:.200}: {paths_of(app)}"
+            error = ApiError(error.status_code, said, headers=dict(error.headers or {}))
+        return error.response(request.url.path)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return invalid_request(error).response()
+        return invalid_request(error).response(request.url.path)
 
     app.add_exception_handler(HTTPException, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+def paths_of(app: FastAPI) -> str:
+    """The paths that there are, in words."""
+    described = {r.path for r in app.routes if isinstance(r, APIRoute)}
+    return f"this server has {', '.join(sorted(described))}"
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:

@@ -13,24 +13,26 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlathe.server.errors import ApiError, unexpected_error
+from kvlathe.server.errors import ANTHROPIC_PATH, ApiError, unexpected_error
 
 log = logging.getLogger("kvlathe")
 BODY_SECONDS = 60.0
 """Most time that a client may take to send a request's body."""
 
+KEYED = ("/v1/", "/tokenize", "/detokenize")
+"""Beginnings of the paths that need a key, where the server has any."""
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies
-    of at most ``max_body`` bytes that come within ``body_seconds``.
+    """Lets requests to KEYED paths through that carry one of ``keys`` (none: all), and
+    bodies of at most ``max_body`` bytes that come within ``body_seconds``.
 
     The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached prefixes
     only with their own. ``failed`` is told the status of every answer that is an error.
@@ -56,19 +58,18 @@ class Gate:
         headers, begun = dict(scope["headers"]), list[int]()
         send = self._watched(send, scope, headers.get(b"x-request-id", b""), begun)
         try:
-            if scope["path"].startswith("/v1/"):
-                scope.setdefault("state", {})["tenant"] = self._tenant(
-                    headers.get(b"authorization", b"")
-                )
+            if scope["path"].startswith(KEYED):
+                scope.setdefault("state", {})["tenant"] = self._tenant(key_of(headers))
             self._check(headers.get(b"content-length", b"0"))
         except ApiError as refused:
-            await refused.response()(scope, receive, send)
+            await refused.response(scope["path"])(scope, receive, send)
             return
         try:
             await self.app(scope, self._counted(receive), send)
         except Exception as error:
             if not begun:  # Starlette would answer outside of this gate
-                await unexpected_error(error).response()(scope, receive, send)
+                failed = unexpected_error(error).response(scope["path"])
+                await failed(scope, receive, send)
             raise  # into the log
 
     def _watched(
@@ -95,21 +96,20 @@ class Gate:
                 )
                 if status >= 400:
                     self.failed(status)
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (b"x-request-id", name)],
-                }
+                named = [(b"x-request-id", name)]
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    named.append((b"request-id", name))  # as its clients read it
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         return watched
 
-    def _tenant(self, authorization: bytes) -> str:
+    def _tenant(self, key: bytes) -> str:
         """The key itself, once it is known to be one."""
         if not self.keys:
             return ""
-        scheme, _, key = authorization.partition(b" ")
         known = [hmac.compare_digest(key, ours) for ours in self.keys]
-        if scheme.lower() == b"bearer" and any(known):
+        if any(known):
             return key.decode()
         said = (
             "Incorrect API key provided"
@@ -159,6 +159,13 @@ class Gate:
             code="body_timeout",
             headers={"Connection": "close"},
         )
+
+
+def key_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """The key of a request, as clients of OpenAI or of Anthropic send it; empty for
+    none."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 class Methods:

@@ -6,20 +6,29 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
-from kvlathe.server.conventions import Convention, convention_of
+from kvlathe.server.conventions import Calling, convention_of
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.fields import Json
+from kvlathe.server.harmony import HarmonyCalls, shown_by
+from kvlathe.server.manner import Manner, budget_of, manner_of, template_values
 from kvlathe.server.messages import Message
-from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
-from kvlathe.server.tool_answers import ToolChat
+from kvlathe.server.read_answers import ReadChat
+from kvlathe.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
 
+DEVELOPER = "developer"
+"""The role that the OpenAI API gives to what it called system before."""
 DEFAULT_TOKENS = 16
 """max_tokens of a completion that gives none, as in the OpenAI API."""
 
@@ -36,6 +45,7 @@ class Job:
     kind: Kind
     seconds: float | None = None
     usage_chunk: bool = False
+    usage_always: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -81,10 +91,8 @@ class Jobs:
         return self._job(request, prompts, params, n, "prompt", kind)
 
     def chat(self, request: ChatRequest) -> Job:
-        calling = self._calling(request)
-        tools = request.tools_for_template if calling else None
-        text = self._framed(request.messages, True, tools)
         self._check_count(1, request.n or 1)
+        text, manner = self._chat_text(request)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
         params = self._params(
@@ -95,30 +103,71 @@ class Jobs:
             (request.top_logprobs or 0) if request.logprobs else None,
         )
         kind = Chat(self.llm.tokenizer, bool(request.logprobs))
-        if calling:
-            params = dataclasses.replace(params, skip_special_tokens=False)
-            params = self._must_call(request, calling, params)
-            kind = ToolChat(self.llm.tokenizer, bool(request.logprobs), calling)
+        if not manner.plain:
+            params = self._must_call(request, manner, params)
+            if manner.names_tokens:
+                params = dataclasses.replace(params, skip_special_tokens=False)
+            reports = bool(request.logprobs)
+            kind = ReadChat(self.llm.tokenizer, reports, manner.reading)
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
 
-    def _calling(self, request: ChatRequest) -> Convention | None:
+    def chat_tokens(self, request: ChatRequest) -> int:
+        """Tokens of the prompt of a chat."""
+        text, _ = self._chat_text(request)
+        return len(self._encode(text, "messages", False))
+
+    def _chat_text(self, request: ChatRequest) -> tuple[str, Manner]:
+        """The prompt of a chat, and how its answer will be written. Raises ApiError."""
+        calling, tokenizer = self._calling(request), self.llm.tokenizer
+        tools = request.tools_for_template if calling else None
+        template = tokenizer.template_for(tools) or ""
+        manner = manner_of(template, tokenizer, calling)
+        if request.reasoning_effort is None:
+            values = dict(request.chat_template_kwargs or {})
+        else:
+            known = tokenizer.template_values(tools)
+            values = template_values(request, known, manner.thinks)
+        goes_on = request.continue_final_message is True
+        asks = request.add_generation_prompt is not False
+        text = self._framed(request.messages, asks, tools, goes_on, values)
+        inside = None
+        if manner.thinking:
+            inside = manner.thinking.open_at_end(text, goes_on)
+        budget = budget_of(request, values)
+        manner = dataclasses.replace(manner, inside=inside, budget=budget)
+        if request.thinking_token_budget is not None and not manner.may_think:
+            raise ApiError(
+                400,
+                "thinking_token_budget: this model does not think, or in a way that is "
+                "not known",
+                "thinking_token_budget",
+                "unsupported",
+            )
+        return text, manner
+
+    def _calling(self, request: ChatRequest) -> Calling | None:
         """The convention in which the model is to write calls; None where it is to make
         none. Raises ApiError where it cannot."""
         if not request.tools or request.tool_choice == "none":
             return None
-        found = convention_of(self.llm.tokenizer.chat_template or "")
+        template = self.llm.tokenizer.template_for(request.tools) or ""
+        if shown_by(template):
+            return HarmonyCalls()
+        found = convention_of(template)
         if found is None:
             said = "tools: this model's chat template takes none, or in a way that is not known"
             raise ApiError(422, said, "tools", "tools")
         return found
 
     def _must_call(
-        self, request: ChatRequest, calling: Convention, params: SamplingParams
+        self, request: ChatRequest, manner: Manner, params: SamplingParams
     ) -> SamplingParams:
-        """The parameters, with the structure of calls where there must be one."""
-        called = request.must_call
-        if not called:
-            return params
+        """The parameters, with the structure of calls where there must be one, and what
+        comes before a structure in the model's manner."""
+        called, calling = request.must_call, manner.calling
+        if not called or calling is None:
+            structure = manner.structure(params.structure, False)
+            return dataclasses.replace(params, structure=structure)
         several = request.parallel_tool_calls is not False
         if params.structure is not None:
             raise ApiError(
@@ -132,6 +181,7 @@ class Jobs:
             self.llm.compile(structure)
         except KvlatheError as error:
             raise refusal(error, "tools") from error
+        structure = manner.structure(structure, True)
         # What may end a text would cut a call, which ends by itself.
         return dataclasses.replace(params, structure=structure, stop=(), stop_ids=())
 
@@ -146,14 +196,41 @@ class Jobs:
             return self._encode(request.prompt, "prompt", True)
         return request.prompt
 
+    def tokens(self, request: TokenizeRequest) -> list[int]:
+        """The tokens of a text or a conversation."""
+        if request.messages is not None:
+            text = self._framed(
+                request.messages, request.add_generation_prompt is not False
+            )
+            special = request.add_special_tokens is True
+            return self._encode(text, "messages", special)
+        assert request.prompt is not None
+        special = request.add_special_tokens is not False
+        return self._encode(request.prompt, "prompt", special)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones by their names."""
+        self._check_ids("tokens", tokens)
+        return self.llm.tokenizer.decode(tokens, skip_special_tokens=False)
+
     def _framed(
-        self, messages: list[Message], asks: bool, tools: list[Json] | None = None
+        self,
+        messages: list[Message],
+        asks: bool,
+        tools: list[Json] | None = None,
+        goes_on: bool = False,
+        values: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a conversation; ``asks``: that an answer is to follow, which may
-        call ``tools``."""
+        call ``tools``; ``goes_on``: that it goes on with the last message. ``values``
+        are the template's own."""
         turns = [message.for_template() for message in messages]
+        framed = self.llm.tokenizer.chat_prompt
+        if DEVELOPER not in (self.llm.tokenizer.template_for(tools) or ""):
+            for turn in turns:
+                turn["role"] = {DEVELOPER: "system"}.get(turn["role"], turn["role"])
         try:
-            return self.llm.tokenizer.chat_prompt(turns, asks, tools=tools)
+            return framed(turns, asks, goes_on, tools=tools, **(values or {}))
         except KvlatheError as error:
             raise ApiError(
                 422, f"messages: {error}", "messages", "chat_template"
@@ -244,5 +321,14 @@ class Jobs:
         param: str,
         kind: Kind,
     ) -> Job:
-        asked = bool(request.stream_options and request.stream_options.include_usage)
-        return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)
+        options = request.stream_options
+        return Job(
+            prompts,
+            params,
+            n,
+            param,
+            kind,
+            request.deadline_seconds,
+            bool(options and options.include_usage),
+            bool(options and options.include_usage and options.continuous_usage_stats),
+        )

@@ -17,14 +17,27 @@ class TextPart(BaseModel):
     text: str
 
 
+class RefusalPart(BaseModel):
+    """An earlier answer that said no. Its words are text to the template."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class Message(BaseModel):
     """One turn. Fields beside role and content reach the chat template as they are."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = Field(
-        None, description="A text, or parts of type text."
+    content: str | Items[TextPart | RefusalPart] | None = Field(
+        None, description="A text, or parts of type text or refusal."
     )
     name: str | None = None
     tool_calls: Items[Called] | None = None

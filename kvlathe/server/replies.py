@@ -8,10 +8,22 @@ from pydantic import BaseModel, Field
 
 
 class CompletionTokensDetails(BaseModel):
-    """Counts of tokens that the server guessed (docs/speculative.md)."""
+    """Counts of tokens that the server guessed (docs/speculative.md), and of those that
+    are thoughts."""
 
-    accepted_prediction_tokens: int = Field(description="Right, so in the answer.")
-    rejected_prediction_tokens: int = Field(description="Wrong; not in the answer.")
+    accepted_prediction_tokens: int | None = Field(
+        None, description="Guessed and right, so in the answer."
+    )
+    rejected_prediction_tokens: int | None = Field(
+        None, description="Guessed and wrong; not in the answer."
+    )
+    reasoning_tokens: int | None = Field(
+        None, description="Thoughts, where the model may think."
+    )
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Tokens that the prefix cache had.")
 
 
 class Usage(BaseModel):
@@ -20,12 +32,14 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        None, description="Where the server speculates."
+        None, description="Where the server speculates, or the model may think."
     )
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+STOP_REASON = "Extension: the stop string that ended the text, where one did."
 
 
 class CompletionLogprobs(BaseModel):
@@ -46,6 +60,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = Field(None, description=STOP_REASON)
 
 
 class Completion(BaseModel):
@@ -90,6 +105,9 @@ class ToolCall(BaseModel):
 class Reply(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = Field(
+        None, description="Extension: thoughts before the answer."
+    )
     tool_calls: list[ToolCall] | None = None
 
 
@@ -98,6 +116,7 @@ class ChatChoice(BaseModel):
     message: Reply
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: str | None = Field(None, description=STOP_REASON)
 
 
 class ChatCompletion(BaseModel):
@@ -113,6 +132,52 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class ResponseObject(BaseModel):
+    """A response. Events of a stream have its parts, and the whole at the end."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int = Field(description="Unix seconds.")
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[dict[str, object]] = Field(
+        description="Items: reasoning, message, function_call."
+    )
+    usage: dict[str, object] | None = None
+
+
+class ItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, object]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """An answer, as Anthropic's API has it."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, object]] = Field(
+        description="Blocks: thinking, text, tool_use."
+    )
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None = None
+    usage: dict[str, object]
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
 class Prefix(BaseModel):
     """A prefix that was compacted. Later requests that begin with it use it."""
 
@@ -123,6 +188,21 @@ class Prefix(BaseModel):
     kv_bytes: int
     kv_bytes_whole: int = Field(description="Without compaction.")
     seconds: float
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int = Field(description="Tokens of prompt and answer together.")
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="Entries of the vocabulary.")
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
 
 
 class ModelCard(BaseModel):

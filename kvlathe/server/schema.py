@@ -9,10 +9,11 @@ accepted and ignored; unknown ones are refused.
 from __future__ import annotations
 
 import re
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import (
     Field,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -34,18 +35,28 @@ from kvlathe.server.fields import (
 )
 from kvlathe.server.formats import ResponseFormat, StructuredOutputs
 from kvlathe.server.messages import Message
-from kvlathe.server.tools import MAX_TOOLS, NamedChoice, Tool, ToolChoice
+from kvlathe.server.tools import MAX_TOOLS, Tool, ToolChoice, must_call, names_of
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_PROMPTS = 1 << 14
+TEMPLATE_FIELDS = (
+    *("self", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "chat_template"),
+)
+"""Names of a template's values that a request gives elsewhere."""
 TOKEN = re.compile("[0-9]{1,10}")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(
         None, description="One more chunk at the end, with usage and no choices."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="Extension: with include_usage, usage so far in every chunk.",
     )
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
@@ -57,9 +68,11 @@ class SampledRequest(Strict):
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 always takes the likeliest. Default: 1."
     )
-    top_p: Annotated[float, interval_of("top_p")] | None = Field(
+    top_p: float | None = Field(
         None,
-        description="Draw from the likeliest tokens of joint mass top_p.",
+        ge=0,
+        le=1,
+        description="Draw from the likeliest tokens of joint mass top_p; 0 takes the likeliest.",
     )
     n: Integer | None = Field(
         None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1."
@@ -104,8 +117,18 @@ class SampledRequest(Strict):
     ignore_eos: bool | None = Field(
         None, description="Extension: go on past the end-of-text token."
     )
+    skip_special_tokens: bool | None = Field(
+        None,
+        description="Extension; false: the text has special tokens, but for its end.",
+    )
     stop_token_ids: TokenIds | None = Field(
         None, max_length=MAX_STOPS, description="Extension."
+    )
+    min_tokens: Integer | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Extension: tokens that come before the text may end.",
     )
     deadline_seconds: float | None = Field(
         None, gt=0, description="Extension: give up after so long, with 408."
@@ -196,9 +219,10 @@ class SampledRequest(Strict):
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """The request as the engine's SamplingParams."""
+        temperature = 1.0 if self.temperature is None else self.temperature
         given: Json = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
+            "temperature": 0.0 if self.top_p == 0 else temperature,
+            "top_p": self.top_p or None,
             "top_k": max(0, self.top_k or 0),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
@@ -213,6 +237,8 @@ class SampledRequest(Strict):
             else tuple(self.stop or ()),
             "stop_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+            "min_tokens": self.min_tokens,
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
@@ -265,6 +291,34 @@ class CompletionRequest(SampledRequest):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
+class TokenizeRequest(Strict):
+    """POST /tokenize, as vLLM has it."""
+
+    model: str | None = Field(None, description="The served model's name.")
+    prompt: str | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = Field(
+        None, description="A conversation, as the chat template frames it."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
+    return_token_strs: bool | None = Field(None, description="Default: false.")
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one", "give one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize, as vLLM has it."""
+
+    model: str | None = Field(None, description="The served model's name.")
+    tokens: TokenIds
+
+
 class PrefixRequest(Strict):
     """POST /v1/prefixes."""
 
@@ -307,10 +361,32 @@ class ChatRequest(SampledRequest):
         None, description="Functions that the answer may call."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="none, auto (the default), required, or a function's name."
+        None,
+        description="none, auto (the default), required, a function's name, or allowed_tools.",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="false: one call at most where there must be one."
+    )
+    chat_template_kwargs: Json | None = Field(
+        None,
+        description="Extension: values of the chat template's own, as enable_thinking.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Extension; false: the prompt ends with the last message. Default: true.",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Extension: go on with the last message's text; needs add_generation_prompt false.",
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description="How much the model may think; none: not at all."
+    )
+    thinking_token_budget: Integer | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Extension: most tokens of thoughts, which are ended there.",
     )
     # Refused unless they ask for nothing.
     functions: Refused = None
@@ -319,7 +395,6 @@ class ChatRequest(SampledRequest):
     audio: Refused = None
     prediction: Refused = None
     web_search_options: Refused = None
-    reasoning_effort: Refused = None
     verbosity: Refused = None
     # They say nothing about the text.
     metadata: Ignored = None
@@ -331,37 +406,73 @@ class ChatRequest(SampledRequest):
     prompt_cache_retention: Ignored = None
     moderation: Ignored = None
 
+    _insists: bool = PrivateAttr(default=True)
+
+    @property
+    def insists(self) -> bool:
+        """Whether an effort that would change nothing is refused."""
+        return self._insists
+
+    def without_insisting(self) -> ChatRequest:
+        """The same, for an API in which that effort is the default."""
+        self._insists = False
+        return self
+
     @model_validator(mode="after")
     def _known_tools(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise PydanticCustomError("tools", "tools: two have the same name")
-        choice = self.tool_choice
-        if choice in (None, "none", "auto"):
-            return self
-        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
-        if not names or (wanted is not None and wanted not in names):
+        wanted = names_of(self.tool_choice) or set()
+        if (must_call(self.tool_choice) and not names) or not wanted <= {*names}:
             raise PydanticCustomError(
                 "tool_choice",
                 "tool_choice: it asks for a tool that tools does not have",
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_end(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise PydanticCustomError(
+                "continue_final_message",
+                "continue_final_message needs add_generation_prompt to be false",
+            )
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _own_values(cls, values: Json | None) -> Json | None:
+        for name in values or {}:
+            if name in TEMPLATE_FIELDS or not name.isidentifier():
+                raise PydanticCustomError(
+                    "chat_template_kwargs",
+                    "{name} is no value of a template's own",
+                    {"name": name[:60]},
+                )
+        return values
+
     @property
     def tools_for_template(self) -> list[Json]:
-        """Tools as templates take them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        """Tools as templates take them: where any answer is allowed, those that may be
+        called."""
+        tools = self.tools or []
+        wanted = None if must_call(self.tool_choice) else names_of(self.tool_choice)
+        if wanted is not None:
+            tools = [tool for tool in tools if tool.function.name in wanted]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def must_call(self) -> dict[str, Json]:
         """The functions of which one must be called (name -> schema); empty where none
         must."""
-        choice = self.tool_choice
-        if choice in (None, "none", "auto"):
+        if not must_call(self.tool_choice):
             return {}
-        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
+        wanted = names_of(self.tool_choice)
         functions = [tool.function for tool in self.tools or []]
-        return {f.name: f.schema_ for f in functions if wanted in (None, f.name)}
+        return {
+            f.name: f.schema_ for f in functions if wanted is None or f.name in wanted
+        }
 
     @property
     def structure_param(self) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 
 from kvlathe.server.conventions import Convention
+from kvlathe.server.pieces import Piece
 
 STRING = r'"((?:[^"\\]|\\.)*)"'
 KEYS = "arguments|parameters"
@@ -14,17 +14,6 @@ HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*{STRING}\s*,\s*"(?:{KEYS})"\s*:\s*(?=
 MOST_HEAD = 4096
 """Characters in which a call must say its name."""
 FILLER = " \t\r\n"
-
-
-@dataclass(slots=True)
-class Piece:
-    """One addition of a text: plain text, or the name of call number ``index``, or more
-    of its arguments."""
-
-    text: str = ""
-    index: int = -1
-    name: str = ""
-    arguments: str = ""
 
 
 class Value:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvlathe.server.fields import Json, Strict
+from kvlathe.server.fields import Items, Json, Strict
 
 MAX_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -59,7 +60,35 @@ class NamedChoice(Strict):
     function: Named
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedChoice(Strict):
+    """The only tools, of all, that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
+def names_of(choice: ToolChoice | None) -> set[str] | None:
+    """The tools that a choice leaves; None for all."""
+    if isinstance(choice, NamedChoice):
+        return {choice.function.name}
+    if isinstance(choice, AllowedChoice):
+        return {one.function.name for one in choice.allowed_tools.tools}
+    return None
+
+
+def must_call(choice: ToolChoice | None) -> bool:
+    """Whether the answer must be a call."""
+    if isinstance(choice, AllowedChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice not in (None, "none", "auto")
 
 
 class CalledFunction(BaseModel):
@@ -85,6 +114,10 @@ class Called(BaseModel):
         if isinstance(arguments, str):
             said["function"]["arguments"] = parse_arguments(arguments)
         return said
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def parse_arguments(arguments: str) -> object:

@@ -24,7 +24,9 @@ class Delta:
     token of the prompt but the first. ``finish_reason``: None while the sequence goes
     on, then stop, length, cancelled, timeout (its deadline passed), moved (it goes on
     elsewhere) or error (``error`` says which). ``drafted``, ``accepted``: of the whole
-    sequence so far, tokens that were guessed, and those that were right.
+    sequence so far, tokens that were guessed, and those that were right. ``reused``:
+    tokens of its prompt that the prefix cache had. ``stop``: the stop string that ended
+    it, where one did.
     """
 
     index: int
@@ -36,6 +38,8 @@ class Delta:
     error: Exception | None = None
     drafted: int = 0
     accepted: int = 0
+    reused: int = 0
+    stop: str | None = None
 
 
 OnDelta = Callable[[Delta], None]
@@ -82,6 +86,8 @@ class Request:
             sequence.error,
             sequence.drafted,
             sequence.accepted,
+            max(0, sequence.reused),
+            sequence.text.stopped_by if sequence.text else None,
         )
         told.characters = len(text)
         return delta

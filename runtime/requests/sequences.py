@@ -58,12 +58,21 @@ class SequenceFactory:
             )
         self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
         text = TextStream(
-            self._tokenizer, tokens, params.stop_strings, params.skip_special_tokens
+            self._tokenizer,
+            tokens,
+            params.stop_strings,
+            params.skip_special_tokens,
+            params.min_tokens,
         )
         sequence = self.open(tokens, len(tokens), self._grid(), Sampler(params), text)
         self._scheduler.check(sequence)
         if params.structure is not None:
             sequence.guide = self.guides.guide(params.structure)
+        if params.min_tokens:
+            ends = [*params.stop_ids, *self._tokenizer.eos_ids]
+            known = [one for one in ends if one < self._plan.model.vocab_size]
+            least = min(params.min_tokens, params.max_new_tokens)
+            sequence.guide = self.guides.least(least, known, sequence.guide)
         return sequence
 
     def _grid(self) -> int:

@@ -339,6 +339,8 @@ class Scheduler:
             table, cached = self.prefixes.find(sequence.tokens, sequence.salt)
             sequence.table = table
             sequence.cached = cached
+            if sequence.reused < 0:  # later it finds what it computed itself
+                sequence.reused = cached
 
     def bring_back(self, sequence: Sequence) -> None:
         """Its pages are in the pool again, where they were on the host. Raises

@@ -17,7 +17,7 @@ from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.scheduling.prompt import PromptPath
 from kvlathe.runtime.sessions.protocols import PassRows
-from kvlathe.runtime.text.guide import Guide
+from kvlathe.runtime.text.masks import Guide
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import TextStream
@@ -62,6 +62,7 @@ class Sequence:
     a prompt has passed the stages of its plan. ``shared_prompt``: where several answers
     to one prompt were asked for.
 
+    ``reused``: tokens of its prompt that the prefix cache had; -1 until it was asked.
     ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these,
     those that are in its answer.
 
@@ -87,6 +88,7 @@ class Sequence:
     shared_prompt: SharedPrompt | None = None
     arrival: int = 0
     deadline: float = math.inf
+    reused: int = -1
     drafted: int = 0
     accepted: int = 0
     finish_reason: str | None = None
@@ -140,7 +142,7 @@ class Sequence:
         params = self.params
         looks = params.looks_back
         if counted and params.is_counted:
-            looks = params.structure is not None
+            looks = params.is_guided
         return self.pending > 0 and looks
 
     @property

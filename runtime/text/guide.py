@@ -10,18 +10,21 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.extras import pip_install
-from kvlathe.runtime.text.masks import Masks, no_bits
-from kvlathe.runtime.text.structure import Calls, Structure
+from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
+from kvlathe.runtime.text.structure import NAME, Calls, Structure
+from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.runtime.text.trials import QUICK, SLOW, STACK, TOO_LARGE, TOO_SLOW, Trials
 
@@ -37,6 +40,20 @@ blanks for ever. Eight levels of two blanks, or four of four."""
 SETTINGS: JsonCompileOptions = {"whitespace_pattern": SPACE, "coerce_one_of": True}
 """Settings of the schema compiler. It reads oneOf as anyOf: an answer then fits at
 least one of them."""
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4"),
+        *("ipv6", "uuid", "uri"),
+    }
+)
+"""Formats of strings that llguidance holds an answer to."""
+VALUES = ("const", "enum", "default", "examples")
+"""Keys of a schema that hold values, which are not looked into."""
+MAPS = (
+    *("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"),
+    *("dependencies",),
+)
+"""Keys of a schema that hold schemas by name."""
 EMPTY = "no text fits it"
 COMPILED = 16
 """Structures that are kept compiled: each holds the lexer states that answers found."""
@@ -65,19 +82,18 @@ LIMITS: Limits = {
 }
 
 
-class StructureError(KvlatheError):
-    """A structure that this engine cannot follow, or not any further."""
-
-
-class Guide:
-    """The place of one answer in its structure. ``failure``: why it cannot go on, or
-    None."""
+class StructureGuide:
+    """The place of one answer in its structure, by llguidance (``masks.Guide``)."""
 
     def __init__(self, matcher: LLMatcher, said: str, vocabulary: int) -> None:
         self._matcher = matcher
         self._said = said
         self.vocabulary = vocabulary
-        self.failure: StructureError | None = None
+        self._failure: StructureError | None = None
+
+    @property
+    def failure(self) -> StructureError | None:
+        return self._failure
 
     @property
     def stopped(self) -> bool:
@@ -97,12 +113,12 @@ class Guide:
         matcher = self._matcher
         dead = matcher.is_stopped() and not matcher.is_accepting()
         if matcher.is_error() or dead:
-            self.failure = self._failed()
+            self._failure = self._failed()
 
     def accept(self, token: int) -> None:
         """Go on by a token that its mask allows, or one that ends the text."""
         if self.failure is None and not self._matcher.consume_token(token):
-            self.failure = self._failed()
+            self._failure = self._failed()
 
     def _failed(self) -> StructureError:
         found = reason_of(self._matcher.get_error()) or EMPTY
@@ -131,11 +147,29 @@ class Guides:
         Raises KvlatheError where llguidance is missing, the engine has no tokenizer,
         or the structure cannot be compiled, and EngineStopped after ``close``.
         """
+        if structure.kind == "thoughts":
+            return self._thoughtful(structure)
         known = self._known(structure)
         if known is None:
             known = self._made(structure, QUICK) or self._made(structure, SLOW)
         assert known is not None
-        return Guide(known.deep_copy(), structure.said, self._vocabulary)
+        return StructureGuide(known.deep_copy(), structure.said, self._vocabulary)
+
+    def least(self, least: int, ends: Sequence[int], then: Guide | None) -> Guide:
+        """A guide that lets no token of ``ends`` end an answer before it has ``least``
+        tokens; ``then`` guides it, too."""
+        return LeastTokens(least, ends, self._vocabulary, then)
+
+    def _thoughtful(self, structure: Structure) -> Guide:
+        """A guide of an answer that may think before its structure."""
+        form, then = structure.thoughts
+        return ThoughtGuide(
+            form,
+            ThoughtTokens.of(form, self._tokenizer, self._ends or []),
+            self._tokenizer,
+            self._vocabulary,
+            self.guide(then) if then else None,
+        )
 
     def close(self) -> None:
         """Whoever waits for a structure is refused at once."""
@@ -187,7 +221,7 @@ class Guides:
         if reason in (TOO_SLOW, TOO_LARGE):
             raise StructureError(fact, reason, "make it simpler")
         made = LLMatcher(vocabulary, source, log_level=0, limits=limits())
-        tried = Guide(made, structure.said, self._vocabulary)
+        tried = StructureGuide(made, structure.said, self._vocabulary)
         if not made.is_error():
             tried.fill(no_bits(1, self._vocabulary))  # every answer's first
         reason = reason_of(made.get_error())
@@ -287,7 +321,8 @@ def source_of(structure: Structure) -> str:
             raise ValueError(EMPTY)
         schema = dict[str, object]()
     check_settings(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=SETTINGS)
+    known = without_notes(schema)
+    return LLMatcher.grammar_from_json_schema(known, overrides=SETTINGS)
 
 
 def check_settings(schema: dict[str, object]) -> None:
@@ -296,21 +331,49 @@ def check_settings(schema: dict[str, object]) -> None:
         raise ValueError("it says x-guidance, which sets limits of the compiler")
 
 
+def without_notes(schema: dict[str, object]) -> dict[str, object]:
+    """The schema without what holds an answer to nothing: string formats that
+    llguidance does not know, which JSON schema takes as notes, and uniqueItems where it
+    is false. Raises ValueError for names by a pattern: nothing would keep an answer from
+    giving one twice, which readers of JSON take for a fault or overwrite."""
+    if schema.get("patternProperties") and schema.get("maxProperties") != 1:
+        raise ValueError(
+            "patternProperties could give a name twice: list the names in properties"
+        )
+
+    def kept(name: str, value: object) -> bool:
+        unknown = name == "format" and isinstance(value, str) and value not in FORMATS
+        return not unknown and not (name == "uniqueItems" and value is False)
+
+    def inner(name: str, value: object) -> object:
+        if name in VALUES:
+            return value
+        if name in MAPS and isinstance(value, dict):
+            return {key: inner("", one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [inner("", one) for one in value]
+        return without_notes(value) if isinstance(value, dict) else value
+
+    return {
+        name: inner(name, value) for name, value in schema.items() if kept(name, value)
+    }
+
+
 def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     """The grammar of an answer that calls ``tools`` (name -> schema), as
     ``structure.Calls`` says."""
-    begin = calls.begin
-    opened = f"<[{begin}]>" if isinstance(begin, int) else quote(begin)
-    one = f"{quote(calls.before)} call {quote(calls.after)}"
+
+    def said(text: str) -> str:
+        return terms(text, calls.special)
+
     more = calls.most - 1
-    rest = f"({quote(calls.between)} {one}){{0,{more}}}" if more else ""
-    opened += f" {quote(calls.opens)}"
-    lines = [f"start: {opened} {one} {rest} {quote(calls.end)}"]
+    rest = f"({said(calls.between)} call){{0,{more}}}" if more else ""
+    lines = [f"start: {said(calls.begin)} call {rest} {said(calls.end)}"]
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
-        head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
-        body = json.dumps(schema | {"x-guidance": SETTINGS})
-        lines.append(f'call_{i}: {quote(head)} %json {body} "}}"')
+        head = said(calls.head.replace(NAME, name))
+        body = json.dumps({**without_notes(schema), "x-guidance": SETTINGS})
+        lines.append(f"call_{i}: {head} %json {body} {said(calls.tail)}")
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([*lines, f"call: {names}"])
 
@@ -327,6 +390,20 @@ def keep(
 def quote(text: str) -> str:
     """A text in a grammar; nothing for an empty one."""
     return json.dumps(text) if text else ""
+
+
+def terms(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar, with ``special`` tokens (name -> id) as such."""
+    names = sorted(special, key=len, reverse=True)
+    parts = re.split("|".join(map(re.escape, names)), text) if names else [text]
+    found = re.findall("|".join(map(re.escape, names)), text) if names else []
+    tokens = [f"<[{special[name]}]>" for name in found]
+    return " ".join(
+        one
+        for part, token in zip_longest(map(quote, parts), tokens, fillvalue="")
+        for one in (part, token)
+        if one
+    )
 
 
 def limits() -> LLParserLimits:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
 
 Bits = npt.NDArray[np.int32]
 WORD = 32
@@ -20,6 +23,38 @@ class Masks:
 
     rows: npt.NDArray[np.int64]
     bits: Bits
+
+
+class StructureError(KvlatheError):
+    """A structure that this engine cannot follow, or not any further."""
+
+
+class Guide(Protocol):
+    """The place of one answer in what it must look like. ``failure``: why it cannot go
+    on, or None. ``vocabulary``: tokens of a mask."""
+
+    vocabulary: int
+
+    @property
+    def failure(self) -> StructureError | None: ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer is whole: nothing may follow."""
+        ...
+
+    @property
+    def asks(self) -> bool:
+        """Whether it has a mask for the next token."""
+        ...
+
+    def fill(self, bits: Bits) -> None:
+        """Write the next token's mask [1, words]."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that its mask allows, or one that ends the text."""
+        ...
 
 
 def no_bits(rows: int, vocabulary: int) -> Bits:

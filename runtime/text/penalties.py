@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.runtime.text.guide import Guide
+from kvlathe.runtime.text.masks import Guide
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
 Float32 = npt.NDArray[np.float32]

@@ -38,6 +38,7 @@ MOST = 2**31 - 1
 
 RANGES = {
     "max_new_tokens": Range(1, MOST, "a whole number from 1 to 2^31 - 1", whole=True),
+    "min_tokens": Range(0, MOST, "a whole number, 0 or more", whole=True),
     "temperature": Range(0, math.inf, "0 or more"),
     "top_k": Range(0, MOST, "a whole number, 0 or more", whole=True),
     "top_p": Range(0, 1, "above 0 and at most 1", open_low=True),
@@ -84,6 +85,8 @@ class SamplingParams:
     ``structure``: the form that the answer must have (docs/structured.md).
     ``skip_special_tokens``: False: the text has special tokens too, but for the one
         that ends it.
+    ``min_tokens``: tokens that the answer has before a token or a stop string may end
+        it; only its structure may end it sooner.
 
     Raises KvlatheError for a value of another type or out of its range.
     """
@@ -105,6 +108,7 @@ class SamplingParams:
     ignore_eos: bool = False
     structure: Structure | None = None
     skip_special_tokens: bool = True
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in RANGES:
@@ -138,7 +142,12 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether the choice of a token depends on the tokens before it."""
-        return self.has_penalties or self.structure is not None
+        return self.has_penalties or self.is_guided
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a guide says which tokens may follow."""
+        return self.structure is not None or self.min_tokens > 0
 
     def _check_number(self, name: str) -> None:
         value, allowed = getattr(self, name), RANGES[name]
@@ -199,6 +208,7 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool
     structure: Structure | None
     skip_special_tokens: bool
+    min_tokens: int
 
 
 OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_token_ids": "stop_ids"}

@@ -7,17 +7,20 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 
 from kvlathe.base.errors import KvlatheError
 
-KINDS = ("json_schema", "regex", "grammar", "calls")
+NAME = "NAME"
+"""Stands for the name of a tool in ``Calls.head``."""
+KINDS = ("json_schema", "regex", "grammar", "calls", "thoughts")
 MOST_CHARACTERS = {
     "json_schema": 1 << 16,
     "regex": 1 << 12,
     "grammar": 1 << 13,
     "calls": 1 << 16,
+    "thoughts": 1 << 17,
 }
 """Most characters of each kind's text: compiling a longer one could take seconds."""
 MOST_LINES = 400
@@ -39,19 +42,37 @@ ANY_OBJECT = {"type": "object"}
 class Calls:
     """The form in which a model writes 1 to ``most`` calls of tools.
 
-    ``begin`` (a text, or a special token's id) and ``opens`` come first, then each call
-    as JSON with its arguments under ``key``, between ``before`` and ``after``.
-    ``between`` stands from one call to the next, and ``end`` after the last.
+    ``begin`` comes first, then each call: its arguments as JSON between ``head``, in
+    which NAME stands for its name, and ``tail``. ``between`` stands from one call to the
+    next, and ``end`` after the last. ``special``: tokens (name -> id) that these texts
+    may have.
     """
 
-    begin: str | int
-    opens: str
-    before: str
-    after: str
+    begin: str
+    head: str
+    tail: str
     between: str
     end: str
-    key: str
     most: int
+    special: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtForm:
+    """The form in which a model thinks before it answers.
+
+    Thoughts stand between ``begin`` and ``end``, and ``after`` stands between them and
+    the answer; ``instead``: what stands before an answer without thoughts. ``inside``:
+    the prompt ends inside of them; None: the answer may begin them; False: it has none.
+    ``budget``: most tokens of thoughts, after which ``end`` is written for the model.
+    """
+
+    begin: str
+    end: str
+    after: str = ""
+    instead: str = ""
+    inside: bool | None = None
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +86,8 @@ class Structure:
     Structure(kind='json_schema', text='{"type": "integer"}')
 
     ``kind``: one of KINDS; ``text``: a JSON schema as JSON, a regular expression that
-    the whole answer matches (Rust's syntax), a grammar (Lark's syntax), or tools and how
-    they are called, as ``Structure.calls`` writes it.
+    the whole answer matches (Rust's syntax), a grammar (Lark's syntax), tools and how
+    they are called, as ``Structure.calls`` writes it, or thoughts and what follows them.
 
     Raises KvlatheError for a text that is none, or so large that it could hold others
     up. What only compiling finds, the engine refuses.
@@ -96,6 +117,14 @@ class Structure:
             _check_schema(_parsed(self.text))
         if self.kind == "grammar":
             _check_grammar(self.text)
+        if self.kind == "thoughts":
+            self._check_thoughts()
+
+    def _check_thoughts(self) -> None:
+        try:
+            _ = self.thoughts
+        except (ValueError, LookupError, TypeError) as error:
+            raise refusal("the form of thoughts cannot be read", str(error)) from error
 
     @property
     def said(self) -> str:
@@ -104,6 +133,7 @@ class Structure:
             "json_schema": "JSON schema",
             "regex": "regular expression",
             "calls": "tools",
+            "thoughts": "thinking",
         }.get(self.kind, self.kind)
 
     @classmethod
@@ -122,6 +152,20 @@ class Structure:
         """Calls of ``tools`` (name -> JSON schema of its arguments)."""
         said = {"calls": dataclasses.asdict(calls), "tools": dict(tools)}
         return cls("calls", json.dumps(said))
+
+    @classmethod
+    def after_thoughts(cls, form: ThoughtForm, then: Structure | None) -> Structure:
+        """Thoughts, and behind them ``then``; None: any text."""
+        inner = None if then is None else {"kind": then.kind, "text": then.text}
+        said = {"form": dataclasses.asdict(form), "then": inner}
+        return cls("thoughts", json.dumps(said))
+
+    @property
+    def thoughts(self) -> tuple[ThoughtForm, Structure | None]:
+        """What ``after_thoughts`` was given."""
+        said = json.loads(self.text)
+        inner = said["then"]
+        return ThoughtForm(**said["form"]), Structure(**inner) if inner else None
 
     @classmethod
     def regex(cls, pattern: str) -> Structure:

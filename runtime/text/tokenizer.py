@@ -12,14 +12,20 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from kvlathe.base import tokenizer_files
-from kvlathe.base.chat_template import chat_template, sandbox
+from kvlathe.base.chat_template import (
+    DEFAULT,
+    TOOL_USE,
+    chat_templates,
+    sandbox,
+    variables_of,
+)
 from kvlathe.base.errors import KvlatheError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -30,7 +36,11 @@ LONGEST = 8
 """Tokens that are held back at most while they may be the beginning of a character."""
 CHARACTER = 4
 """Most bytes of a character."""
+WHITE = " \t\r\n"
 
+Turn = dict[str, Any]
+"""A message: {"role": ..., "content": ..., ...}."""
+Render = Callable[[Sequence[Turn]], str]
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 """The form in which SentencePiece's vocabularies write a byte that is no character."""
 
@@ -71,7 +81,9 @@ class Tokenizer:
         self.special_ids = frozenset(
             token for token, entry in added.items() if entry.special
         )
-        self.chat_template = chat_template(folder)
+        self.chat_templates = chat_templates(folder)
+        # Of each template, the roles whose messages it writes.
+        self._roles: dict[str, set[object]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._encoded(text, add_special_tokens).ids
@@ -167,6 +179,29 @@ class Tokenizer:
         ids = self.special_ids.difference(self.eos_ids)
         return {token: self.backend.id_to_token(token) or "" for token in ids}
 
+    def has_token(self, name: str) -> bool:
+        """Whether the vocabulary has an entry of that name."""
+        backend = self._backend
+        return backend is not None and backend.token_to_id(name) is not None
+
+    def specials_in(self, *texts: str) -> dict[str, int]:
+        """Special tokens, by name, that texts have."""
+        said = "\0".join(texts)
+        names = self.special_names.items()
+        return {name: token for token, name in names if name and name in said}
+
+    @functools.cached_property
+    def blanks(self) -> tuple[int, ...]:
+        """Tokens that write nothing but white space."""
+        alphabet = {byte: name for name, byte in byte_alphabet().items()}
+        names = {"\u2581", *WHITE, *(alphabet[ord(one)] for one in WHITE)}
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        likely = [token for name, token in vocabulary.items() if {*name} <= names]
+        pieces = {token: self.piece(token) for token in likely}
+        return tuple(
+            sorted(token for token, one in pieces.items() if one and not one.strip())
+        )
+
     @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the vocabulary's longest entry."""
@@ -177,38 +212,160 @@ class Tokenizer:
         """Raises KvlatheError where there is none."""
         return self._backend or tokenizer_files.read_backend(self.folder)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations without tools. Setting one sets all."""
+        return self.template_for(None)
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self.chat_templates = {} if template is None else {DEFAULT: template}
+
+    def template_for(self, tools: object) -> str | None:
+        """The template of conversations with ``tools``; None: they have none."""
+        named = self.chat_templates
+        found = None if tools is None else named.get(TOOL_USE)
+        return named.get(DEFAULT) if found is None else found
+
+    def template_values(self, tools: object) -> frozenset[str]:
+        """Names of the values that the template of such conversations reads."""
+        template = self.template_for(tools)
+        return frozenset() if template is None else variables_of(template)
+
     def chat_prompt(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Turn],
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **values: Any,  # noqa: ANN401
     ) -> str:
         """The prompt that the checkpoint's template makes of ``messages`` ({"role":
-        ..., "content": ...}).
+        ..., "content": ...}). ``continue_final_message``: it ends with the last
+        message's text, which the answer goes on with.
 
         Encode it with ``add_special_tokens=False``: templates write their own. Raises
-        KvlatheError where there is no template or it refuses the messages.
+        KvlatheError where there is no template, it refuses the messages, or one of them
+        makes no difference to the prompt.
         """
-        if self.chat_template is None:
+        template = self.template_for(values.get("tools"))
+        if template is None:
             raise KvlatheError(
                 "this engine cannot chat",
                 "its checkpoint has no chat template",
                 "give a plain prompt instead",
             )
-        try:
-            template = sandbox().from_string(self.chat_template)
-            return template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **self.special,
-                **values,
+
+        asks = add_generation_prompt and not continue_final_message
+
+        def render(turns: Sequence[Turn]) -> str:
+            return (
+                sandbox()
+                .from_string(template)
+                .render(
+                    messages=list(turns),
+                    add_generation_prompt=asks,
+                    **{**self.special, **values},
+                )
             )
+
+        try:
+            whole = render(messages)
+            said = continued(render, messages) if continue_final_message else whole
         except Exception as error:  # it is a program, and may raise anything
             raise KvlatheError(
                 "the chat template refused the messages",
                 str(error),
                 "change the messages",
             ) from error
+        place = missing(
+            render, messages, whole, self._roles.setdefault(template, set())
+        )
+        if place is not None:
+            raise KvlatheError(
+                f"message {place + 1} ({messages[place].get('role')}) does not appear in "
+                "the prompt",
+                "the model's chat template leaves it out",
+                "give its text another role that the template knows",
+            )
+        return said
+
+
+MARK = "\u2063kvlathe\u2063"
+"""A text that no message and no template has."""
+MOST_CHECKED = 8
+"""Messages of one conversation that are tried alone: a template that changes every word
+shows no mark."""
+
+
+def continued(render: Render, messages: Sequence[Turn]) -> str:
+    """The prompt up to the end of the last message's text. Raises ValueError where the
+    template leaves that out."""
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str):
+        raise ValueError("the last message has no text to continue")
+    whole = render([*before, last | {"content": f"{content}{MARK} "}])
+    text, found, rest = whole.rpartition(MARK)
+    if not found:
+        raise ValueError("it leaves out the last message, which was to be continued")
+    if rest.startswith(" ") or not content.strip():
+        return text
+    # A template that takes off the blank at the end takes off those before it, too.
+    return text.removesuffix(content[len(content.rstrip()) :])
+
+
+def missing(
+    render: Render, messages: Sequence[Turn], text: str, seen: set[object]
+) -> int | None:
+    """The place of a message that makes no difference to the prompt ``text``; None
+    where there is none. ``seen``: roles whose messages the template is known to write;
+    those that are found are added.
+
+    A message whose words are in the prompt is there, if its role is a known one. The
+    others are looked for in one more prompt, where marks stand in their places. So a
+    conversation costs a second rendering where it is the first of its roles, or where
+    the template changes what messages say. A message that calls tools may lose its
+    text: templates of Llama 3 leave that out.
+    """
+    unsure = [
+        place
+        for place, message in enumerate(messages)
+        if isinstance(content := message.get("content"), str)
+        and content.strip()
+        and not message.get("tool_calls")
+        and not (message.get("role") in seen and content.strip() in text)
+    ]
+    if not unsure:
+        return None
+    marked = [*messages]
+    for place in unsure:
+        marked[place] = messages[place] | {"content": f"{MARK}{place}{MARK}"}
+    try:
+        said = render(marked)
+    except Exception:  # it reads what they say
+        said = ""
+    hidden: list[int] = []
+    for place in unsure:
+        if f"{MARK}{place}{MARK}" in said:
+            seen.add(messages[place].get("role"))
+        else:
+            hidden.append(place)
+    for place in hidden[:MOST_CHECKED]:
+        if _makes_no_difference(render, messages, place, text):
+            return place
+    return None
+
+
+def _makes_no_difference(
+    render: Render, messages: Sequence[Turn], place: int, text: str
+) -> bool:
+    """Whether the prompt is the same with other words in a message."""
+    other = [*messages]
+    other[place] = messages[place] | {"content": MARK}
+    try:
+        return render(other) == text
+    except Exception:  # it reads what the message says
+        return False
 
 
 class TextStream:
@@ -216,7 +373,7 @@ class TextStream:
     first stop string.
 
     ``skip_special`` False: special tokens are written by their names, but for those
-    that end a text.
+    that end a text. ``least``: tokens before which no stop string counts.
 
     Text that may be the beginning of a stop string is held back until it is not. The
     pieces that ``push`` and ``close`` return add up to ``text``, which goes on where
@@ -229,8 +386,10 @@ class TextStream:
         prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         skip_special: bool = True,
+        least: int = 0,
     ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._least = least  # tokens that come before a stop string counts
         self._ids = self._end_of(prompt)
         self._shown = len(self._ids)  # ids whose text is complete
         self._anchor = 0  # where decoding begins
@@ -240,7 +399,12 @@ class TextStream:
         self._held = ""
         self._shown_names = {} if skip_special else tokenizer.special_names
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text: ``stopped_by``."""
+        return self.stopped_by is not None
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character on: what a
@@ -254,8 +418,9 @@ class TextStream:
         return ids[start:]
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes, maybe empty. Sets ``stopped`` where a stop
-        string ended the text."""
+        """The text that ``token`` completes, maybe empty. Sets ``stopped_by`` where a
+        stop string ended the text."""
+        self._least -= 1
         name = self._shown_names.get(token, "")
         if token not in self._tokenizer.special_ids:
             self._ids.append(token)
@@ -301,14 +466,15 @@ class TextStream:
 
     def _say(self, piece: str) -> str:
         """Give out a text, but for what may begin a stop string."""
-        if not self._stop:
+        if not self._stop or self._least > 0:
             self.text += piece
             return piece
         held = self._held + piece
-        places = [held.find(stop) for stop in self._stop]
-        cuts = [place for place in places if place >= 0]
-        self.stopped = bool(cuts)
-        end = min(cuts) if cuts else len(held) - self._possible_stop(held)
+        found = [(held.find(stop), stop) for stop in self._stop]
+        cuts = [(place, stop) for place, stop in found if place >= 0]
+        end, self.stopped_by = (
+            min(cuts) if cuts else (len(held) - self._possible_stop(held), None)
+        )
         self._held = "" if cuts else held[end:]
         self.text += held[:end]
         return held[:end]

@@ -10,7 +10,7 @@ import pytest
 from kvlathe.base.chat_template import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
-    chat_template,
+    chat_templates,
     check,
     read_template,
     sandbox,
@@ -75,7 +75,7 @@ def test_a_template_that_is_not_text_is_refused(
 def test_a_folder_may_have_no_template(tmp_path: Path, template: object) -> None:
     (tmp_path / SETTINGS_FILE).write_text(json.dumps({"chat_template": template}))
     check(tmp_path)
-    assert chat_template(tmp_path) is None
+    assert chat_templates(tmp_path) == {}
 
 
 def test_a_template_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:

@@ -266,3 +266,24 @@ def test_a_model_whose_template_takes_no_tools_says_so(served: Served) -> None:
     reply = post(served, PATH, messages=USER, tools=TOOLS)
     assert reply.status_code == 422
     assert "template" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_tools_that_are_allowed_are_called(hermes: Served, mode: str) -> None:
+    """The template is told of no other tool where any answer is allowed."""
+    named = {"type": "function", "function": {"name": "now"}}
+    allowed = {"mode": mode, "tools": [named]}
+    asked: Any = {"messages": USER, "max_tokens": 40, "seed": 1}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    found = post(hermes, PATH, **asked, tools=TOOLS, tool_choice=choice).json()
+    if mode == "required":
+        for call in found["choices"][0]["message"]["tool_calls"]:
+            assert call["function"]["name"] == "now"
+        return
+    alone = post(hermes, PATH, **asked, tools=TOOLS[1:]).json()
+    assert found["choices"][0]["message"] == alone["choices"][0]["message"]
+    wrong = {**allowed, "tools": [{"type": "function", "function": {"name": "x"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": wrong}
+    assert (
+        post(hermes, PATH, **asked, tools=TOOLS, tool_choice=choice).status_code == 400
+    )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from kvlathe.base.chat_template import chat_template
+from kvlathe.base.chat_template import chat_templates
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tokenizer_files import eos_ids, read_backend, special_tokens
 from kvlathe.engines.order import folder_of
@@ -139,7 +139,7 @@ def test_byte_level_tokenizers_encode_as_their_own(name: str, tmp_path: Path) ->
     same()
     assert eos_ids(folder, found) == (2, 0)
     assert special_tokens(folder)["eos_token"] == "<|im_end|>"
-    assert chat_template(folder) == "{{ messages[0].content }}"
+    assert chat_templates(folder) == {"default": "{{ messages[0].content }}"}
 
 
 def test_texts_begin_with_a_token_where_the_file_says_so(tmp_path: Path) -> None:

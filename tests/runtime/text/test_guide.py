@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.guide import Guide, Guides, StructureError, masks_of
-from kvlathe.runtime.text.masks import Masks, apply_masks
+from kvlathe.runtime.text.guide import Guides, StructureError, masks_of
+from kvlathe.runtime.text.masks import Guide, Masks, apply_masks
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import MODEL
@@ -239,3 +239,59 @@ def test_tokens_that_the_model_never_says_end_no_structure(tmp_path: Path) -> No
         found.accept(token)
         expected.accept(token)
     assert allowed(found) == allowed(expected) and found.failure is None
+
+
+@pytest.mark.parametrize(
+    ("noted", "plain"),
+    [
+        ({"type": "string", "format": "password"}, {"type": "string"}),
+        (
+            {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False},
+            {"type": "array", "items": {"type": "boolean"}},
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"format": {"type": "string", "format": "regex"}},
+                "required": ["format"],
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "properties": {"format": {"type": "string"}},
+                "required": ["format"],
+                "additionalProperties": False,
+            },
+        ),
+        ({"anyOf": [{"type": "string", "format": "path"}]}, {"type": "string"}),
+    ],
+)
+def test_keys_of_a_schema_that_are_notes_change_no_answer(
+    noted: dict[str, object], plain: dict[str, object]
+) -> None:
+    found = guides().guide(Structure.json(noted))
+    expected = guides().guide(Structure.json(plain))
+    for token in tokenizer().encode('{"format": "a"}'):
+        assert allowed(found) == allowed(expected)
+        if token not in allowed(found):
+            break
+        found.accept(token)
+        expected.accept(token)
+
+
+def test_values_of_a_schema_are_no_notes() -> None:
+    value = {"format": "password", "uniqueItems": False}
+    guide = guides().guide(Structure.json({"const": value}))
+    for token in tokenizer().encode(json.dumps(value)):
+        assert token in allowed(guide)
+        guide.accept(token)
+    assert guide.stopped or allowed(guide) & set(tokenizer().eos_ids)
+
+
+def test_names_by_a_pattern_are_refused_where_one_could_come_twice() -> None:
+    named = {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "integer"}}}
+    for schema in (named, {"type": "array", "items": named}):
+        with pytest.raises(KvlatheError, match="could give a name twice"):
+            guides().guide(Structure.json(schema))
+    one = named | {"maxProperties": 1, "additionalProperties": False}
+    assert guides().guide(Structure.json(one)).asks

@@ -93,7 +93,7 @@ SHARED = sorted(
     if name in {field.name for field in dataclasses.fields(SamplingParams)}
     and name in CompletionRequest.model_fields
     # The OpenAI API has ranges of its own for these.
-    and name not in ("temperature", "seed", "logprobs", "top_k")
+    and name not in ("temperature", "seed", "logprobs", "top_k", "top_p")
 )
 
 

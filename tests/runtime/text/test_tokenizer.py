@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from kvlathe.base import tokenizer_files
+from kvlathe.base.chat_template import Template
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.tokenizer import (
     UNFINISHED,
@@ -435,4 +436,160 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> N
         stream.stopped
         and whole.startswith(stream.text)
         and any(whole[len(stream.text) :].startswith(s) for s in stop)
+    )
+
+
+LISTED = [
+    {"name": "default", "template": TEMPLATE},
+    {"name": "tool_use", "template": "{{ tools | tojson }}" + TEMPLATE},
+    {"name": "rag", "template": "rag"},
+]
+
+
+@pytest.mark.parametrize("placed", ["list", "files"])
+@pytest.mark.parametrize("tools", [None, [], [{"type": "function"}]])
+def test_conversations_with_tools_have_the_template_that_transformers_takes(
+    tmp_path: Path, placed: str, tools: list[dict] | None
+) -> None:
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    if placed == "list":
+        config: dict[str, object] = {"chat_template": LISTED}
+    else:
+        config = {"chat_template": "files come first"}
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        (tmp_path / "additional_chat_templates").mkdir()
+        more = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+        more.write_text(LISTED[1]["template"])
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        CHAT, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert Tokenizer(tmp_path).chat_prompt(CHAT, tools=tools) == expected
+
+
+@pytest.mark.parametrize("trim", ["", " | trim"])
+@pytest.mark.parametrize("said", ["x", "The answer is ", " a\n"])
+def test_prompts_that_go_on_end_as_those_of_transformers(
+    tmp_path: Path, trim: str, said: str
+) -> None:
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content" + trim + " }}</>"
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template + "{% endfor %}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = [CHAT[0], {"role": "assistant", "content": said}]
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, tokenize=False, continue_final_message=True
+    )
+    assert (
+        Tokenizer(tmp_path).chat_prompt(chat, continue_final_message=True) == expected
+    )
+
+
+def templated(folder: Path, template: str) -> Tokenizer:
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(folder)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+KNOWS = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% else %}You help.{% endif %}"
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+"""A template with a system message of its own, that passes over roles it does not
+know."""
+
+
+@pytest.mark.parametrize(
+    ("chat", "left_out"),
+    [
+        ([turn("user", "a")], None),
+        ([turn("system", "You help."), turn("user", "a")], None),
+        ([turn("user", "a"), turn("assistant", "a"), turn("user", "a")], None),
+        ([turn("user", "a"), turn("tool", " ")], None),
+        ([turn("user", "a"), turn("tool", "a")], "message 2 .tool"),
+        ([turn("developer", "be brief"), turn("user", "a")], "message 1 .developer"),
+        ([turn("user", "a"), turn("system", "b"), turn("user", "c")], "message 2 "),
+    ],
+)
+def test_a_message_that_a_template_leaves_out_is_refused(
+    tmp_path: Path, chat: list[dict], left_out: str | None
+) -> None:
+    """And only such a one: not where its words are those of the template or of another
+    message."""
+    tokenizer = templated(tmp_path, KNOWS)
+    if left_out is None:
+        assert "<user>a" in tokenizer.chat_prompt(chat)
+        return
+    with pytest.raises(KvlatheError, match=left_out):
+        tokenizer.chat_prompt(chat)
+
+
+def test_a_template_that_reads_what_a_message_says_may_change_it(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content != 'go' %}{{ raise_exception('') }}"
+        "{% endif %}ok{% endfor %}"
+    )
+    assert templated(tmp_path, template).chat_prompt([turn("user", "go")]) == "ok"
+
+
+def test_known_roles_cost_one_rendering_and_changed_words_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    )
+    tokenizer = templated(tmp_path, template)
+    rendered: list[str] = []
+    render = Template.render
+
+    def counted(self: Template, **values: object) -> str:
+        rendered.append(render(self, **values))
+        return rendered[-1]
+
+    monkeypatch.setattr(Template, "render", counted)
+    chat = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    for expected in (2, 1, 1):  # the first time, each role is looked for
+        rendered.clear()
+        tokenizer.chat_prompt(chat * 40)
+        assert len(rendered) == expected
+    rendered.clear()
+    thought = turn("assistant", "<think>so</think>b")
+    assert "so" not in tokenizer.chat_prompt(
+        [chat[0], thought, *[thought, chat[0]] * 9]
+    )
+    assert len(rendered) == 2
+
+
+def test_a_message_that_calls_tools_may_lose_its_text(tmp_path: Path) -> None:
+    """As with templates of Llama 3."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    calls = turn("assistant", "I look.") | {"tool_calls": [{"name": "look"}]}
+    chat = [turn("user", "a"), calls]
+    assert templated(tmp_path, template).chat_prompt(chat) == "alook"
+
+
+def test_a_message_without_text_is_continued_at_its_beginning(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}{% endfor %}"
+    )
+    found = templated(tmp_path, template)
+    chat = [turn("user", "a"), turn("assistant", " ")]
+    assert (
+        found.chat_prompt(chat, continue_final_message=True) == "<user> a<assistant> "
     )

@@ -1,0 +1,1 @@
+"""Anthropic's /v1/messages: requests become chats, and their answers content blocks."""

@@ -1,0 +1,134 @@
+"""Answers of /v1/messages: the pieces of a chat's answer as content blocks, and as the
+events of a stream. A whole answer is what its events add up to."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+
+from kvlathe.server.anthropic.request import input_of
+from kvlathe.server.errors import ApiError
+from kvlathe.server.fields import Json
+
+TEXT, THINKING, CALL = "text", "thinking", "tool_use"
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Writer:
+    """Writer of one message. ``message``: as far as it has come."""
+
+    def __init__(self, model: str) -> None:
+        self.message: Json = {
+            "id": f"msg_{uuid.uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._blocks: list[Json] = self.message["content"]
+        self._open: Json | None = None
+        self._arguments = ""  # of the open call
+        self._reason = "stop"
+        self._stop: str | None = None
+
+    def begin(self, usage: Json) -> list[Json]:
+        """The first event."""
+        message = {**self.message, "content": [], "usage": usage_of(usage)}
+        return [{"type": "message_start", "message": message}]
+
+    def add(self, piece: Json) -> list[Json]:
+        """Events of a piece of a chat's choice."""
+        delta, events = piece["delta"], list[Json]()
+        self._reason = piece["finish_reason"] or self._reason
+        self._stop = piece.get("stop_reason", self._stop)
+        if thought := delta.get("reasoning_content"):
+            events += self._text(THINKING, thought)
+        if text := delta.get("content"):
+            events += self._text(TEXT, text)
+        for call in delta.get("tool_calls", ()):
+            events += self._call(call)
+        return events
+
+    def end(self, usage: Json) -> list[Json]:
+        """The last events."""
+        events = self._close()
+        stopped = self._stop is not None
+        said = {
+            "stop_reason": "stop_sequence" if stopped else REASONS[self._reason],
+            "stop_sequence": self._stop,
+        }
+        self.message |= {**said, "usage": usage_of(usage)}
+        delta = {"type": "message_delta", "delta": said, "usage": usage_of(usage)}
+        return [*events, delta, {"type": "message_stop"}]
+
+    def fail(self, error: ApiError) -> list[Json]:
+        """The last event of a message that fails in its middle."""
+        return [error.anthropic_body]
+
+    # -- blocks ------------------------------------------------------------------------
+    def _text(self, kind: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        if self._open is None or self._open["type"] != kind:
+            block: Json = {"type": kind, kind: ""}
+            events += self._begin(block | ({"signature": ""} if kind != TEXT else {}))
+        assert self._open is not None
+        self._open[kind] += text
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
+
+    def _call(self, call: Json) -> list[Json]:
+        function, events = call["function"], list[Json]()
+        if "id" in call:
+            block: Json = {"type": CALL, "id": call["id"], "name": function["name"]}
+            events += self._begin({**block, "input": {}})
+        if not (arguments := function["arguments"]):
+            return events
+        self._arguments += arguments
+        said = {"type": "input_json_delta", "partial_json": arguments}
+        return [*events, self._delta(said)]
+
+    def _begin(self, block: Json) -> list[Json]:
+        """Open a block, and close the one before it."""
+        events = self._close()
+        self._blocks.append(block)
+        self._open = block
+        place = len(self._blocks) - 1
+        said = {"type": "content_block_start", "index": place}
+        return [*events, {**said, "content_block": {**block}}]
+
+    def _close(self) -> list[Json]:
+        """Close the open block."""
+        if self._open is None:
+            return []
+        block, events = self._open, list[Json]()
+        if block["type"] == CALL:
+            block["input"], self._arguments = input_of(self._arguments), ""
+        if block["type"] == THINKING:
+            block["signature"] = signature_of(block["thinking"])
+            said = {"type": "signature_delta", "signature": block["signature"]}
+            events.append(self._delta(said))
+        self._open = None
+        place = len(self._blocks) - 1
+        return [*events, {"type": "content_block_stop", "index": place}]
+
+    def _delta(self, delta: Json) -> Json:
+        place = len(self._blocks) - 1
+        return {"type": "content_block_delta", "index": place, "delta": delta}
+
+
+def signature_of(thinking: str) -> str:
+    """A mark of thoughts, where clients want one. Nobody checks it."""
+    return hashlib.sha256(thinking.encode(errors="replace")).hexdigest()
+
+
+def usage_of(usage: Json) -> Json:
+    """Tokens, as this API counts them, from those of a chat: what the prefix cache had
+    is no input."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }

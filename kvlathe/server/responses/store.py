@@ -1,0 +1,77 @@
+"""Responses that are kept, so that a later one may go on: in memory, and not for ever."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvlathe.server.fields import Json
+
+MOST_BYTES = 64 << 20
+"""Bytes of all responses that are kept, as JSON."""
+MOST_RESPONSES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response, and the items that came before its output. ``size``: in bytes of JSON.
+    A conversation's items are counted with each of its responses."""
+
+    response: Json
+    items: list[Json]
+    size: int
+
+    @classmethod
+    def of(cls, response: Json, items: list[Json]) -> Kept:
+        return cls(response, items, len(json.dumps([response, items])))
+
+    @property
+    def conversation(self) -> list[Json]:
+        """The items of the conversation so far."""
+        return [*self.items, *self.response["output"]]
+
+
+class Store:
+    """Responses of all tenants. Each sees its own. Where there are too many, or too many
+    bytes, the oldest goes of the tenant that has the most of them: nobody pushes
+    another's out."""
+
+    def __init__(
+        self, most_bytes: int = MOST_BYTES, most_responses: int = MOST_RESPONSES
+    ) -> None:
+        self.most_bytes, self.most_responses = most_bytes, most_responses
+        self._kept: dict[str, OrderedDict[str, Kept]] = {}
+        self._bytes: dict[str, int] = {}
+
+    def put(self, tenant: str, kept: Kept) -> None:
+        """Keep a response; one that is larger than all room is not kept."""
+        if kept.size > self.most_bytes:
+            return
+        self._kept.setdefault(tenant, OrderedDict())[kept.response["id"]] = kept
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + kept.size
+        while sum(self._bytes.values()) > self.most_bytes:
+            self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
+        while sum(map(len, self._kept.values())) > self.most_responses:
+            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
+
+    def get(self, tenant: str, name: str) -> Kept | None:
+        """A response that is kept. It stays longer than those that nobody asks for."""
+        own = self._kept.get(tenant, {})
+        kept = own.get(name)
+        if kept is not None:
+            self._kept[tenant].move_to_end(name)
+        return kept
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.drop(tenant, next(iter(self._kept[tenant])))
+
+    def drop(self, tenant: str, name: str) -> bool:
+        """Forget a response. False where there is none."""
+        own = self._kept.get(tenant, {})
+        if name not in own:
+            return False
+        self._bytes[tenant] -= own.pop(name).size
+        if not own:
+            del self._kept[tenant], self._bytes[tenant]
+        return True

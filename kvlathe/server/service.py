@@ -1,0 +1,135 @@
+"""Service: the objects that all paths answer from, and what their answers share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.server.answers import Answerer
+from kvlathe.server.errors import ApiError, ErrorResponse
+from kvlathe.server.jobs import Job
+from kvlathe.server.metrics import Metrics
+from kvlathe.server.replies import ModelCard
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field is wrong; `param` names it."},
+    401: {"description": "No API key, or an unknown one."},
+    404: {"description": "No such model."},
+    408: {"description": "`deadline_seconds` passed, or the body never ended."},
+    413: {"description": "The body is too large."},
+    422: {
+        "description": "This engine cannot do it: no tokenizer, no chat template, or the template refused."
+    },
+    429: {"description": "The queue is full; `Retry-After` says when to come back."},
+    500: {"description": "The engine failed on this request."},
+    503: {"description": "The server is shutting down, or has no room just now."},
+}
+ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+}
+STREAM = {
+    200: {
+        "content": {
+            "text/event-stream": {
+                "schema": EVENT | {"description": "`data`: a chunk, or [DONE]"}
+            }
+        }
+    }
+}
+UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Headers of streams. Without them nginx would collect the pieces."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The objects that all paths answer from. ``started``: Unix seconds."""
+
+    engine: AsyncEngine
+    metrics: Metrics
+    answerer: Answerer
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def check(self, name: str) -> None:
+        """Raises ApiError where another model is asked for."""
+        model = self.answerer.model
+        if name != model:
+            raise ApiError(
+                404,
+                f"The model `{name}` does not exist: this server has `{model}`",
+                "model",
+                "model_not_found",
+            )
+
+    def card(self) -> ModelCard:
+        """The model that is served."""
+        llm = self.engine.llm
+        bytes_of = llm.manifest.kv_bytes if llm.manifest else None
+        per_token = bytes_of.per_token if bytes_of else llm.layout.bytes_per_token()
+        return ModelCard(
+            id=self.answerer.model,
+            created=self.started,
+            max_model_len=llm.most_tokens,
+            kv_bytes_per_token=per_token,
+            kv_bytes_removed=bytes_of.removed if bytes_of else 0.0,
+        )
+
+    async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
+        """The whole answer, or a stream of events."""
+        tenant = request.state.tenant
+        if not stream:
+            whole = self.answerer.whole(job, tenant)
+            return JSONResponse(await while_connected(request, whole))
+        return await self.stream(request, self.answerer.events(job, tenant))
+
+    async def stream(
+        self, request: Request, events: AsyncGenerator[str, None]
+    ) -> Response:
+        """A stream of events."""
+        # What is refused is refused with a status, before the stream begins.
+        first = await while_connected(request, anext(events))
+
+        async def rest() -> AsyncGenerator[str, None]:
+            try:
+                yield first
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+
+        return StreamingResponse(
+            rest(), media_type="text/event-stream", headers=UNBUFFERED
+        )
+
+
+async def while_connected(request: Request, answer: Awaitable[T]) -> T:
+    """Await ``answer``; cancel it as soon as the client has gone."""
+    work = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(499, "the client has gone")
+        return work.result()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        with suppress(asyncio.CancelledError, ApiError):
+            await work
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
