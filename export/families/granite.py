@@ -94,8 +94,8 @@ def _with_experts(
     config: WithExperts, stored: dict[str, str], shared_size: int
 ) -> Family:
     experts = Experts(
-        count=config.num_local_experts,
-        chosen=config.num_experts_per_tok,
+        count=config.num_local_experts or 0,
+        chosen=config.num_experts_per_tok or 0,
         intermediate_size=config.intermediate_size,
         normalized=True,
         stacked=True,
@@ -138,13 +138,13 @@ def _factors(
     config: GraniteConfig | HyperCLOVAXConfig | WithExperts | WithWindows,
     residual: tuple[str, ...],
 ) -> dict[str, float]:
-    return dict.fromkeys(residual, float(config.residual_multiplier)) | {
-        "embed": float(config.embedding_multiplier),
-        "norm": 1 / config.logits_scaling,
+    return dict.fromkeys(residual, float(config.residual_multiplier or 1.0)) | {
+        "embed": float(config.embedding_multiplier or 1.0),
+        "norm": 1 / (config.logits_scaling or 1.0),
     }
 
 
 def _scales(
     config: GraniteConfig | HyperCLOVAXConfig | WithExperts | WithWindows,
 ) -> tuple[float, ...]:
-    return (float(config.attention_multiplier),) * config.num_hidden_layers
+    return (float(config.attention_multiplier or 1.0),) * config.num_hidden_layers

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kvlathe.export.families import Experts
 from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
+from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
 from kvlathe.layers.experts import ExpertWeights, run_experts
 from kvlathe.layers.routing import Routing
@@ -102,14 +103,16 @@ def routing_of(experts: Experts) -> Routing:
 
 
 class Curve(nn.Module):
-    """A learned activation (kvlathe/layers/rows.py)."""
+    """A learned activation (kvlathe/layers/rows.py). Its numbers are apart: what is
+    computed of weights alone would be folded when a graph is traced."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = fixed(torch.empty(4, dtype=dtype))
+        for part in CURVE_PARTS:
+            setattr(self, part, fixed(torch.empty(1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return xielu(x, self.weight)
+        return xielu(x, **dict(self.named_parameters()))
 
 
 class Norm(nn.Module):

@@ -108,7 +108,7 @@ class DecoderLayer(nn.Module):
         self.shared_gate = of_mlp("shared_gate", hidden, 1)
         experts = family.experts_of(layer)
         self.experts = experts and ExpertBlock(experts, hidden, self.activation, dtype)
-        self.curve = Curve(dtype) if "curve" in roles else None
+        self.curve = Curve() if "curve" in roles else None
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(

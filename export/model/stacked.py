@@ -22,7 +22,9 @@ Read = Callable[[str], Tensor]
 """The folder's tensor of a name, as it is stored."""
 SINKS = "attend.sinks"
 CORRECTION = "experts.correction"
-CURVE = "curve.weight"
+CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of an xIELU, as its module stores them."""
+CURVE = tuple(f"curve.{part}" for part in CURVE_PARTS)
 MAPS = {"gate": "experts_gate_up", "up": "experts_gate_up", "down": "experts_down"}
 """Name in the decoder's ``experts.<name>`` -> role."""
 STACKED = ("experts.router", *(f"experts.{name}" for name in MAPS))
@@ -30,12 +32,10 @@ BIASES = tuple(f"{name}_bias" for name in STACKED)
 ROLES = {
     SINKS: ("sinks",),
     CORRECTION: ("router_correction",),
-    CURVE: ("curve",),
+    **dict.fromkeys(CURVE, ("curve",)),
     **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values())),
 }
 """The family's roles that such tensors are stored under."""
-CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
-"""The numbers of an xIELU, as its module stores them."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes; with the highest bit, their negatives."""
 BLOCK = 32
@@ -54,7 +54,7 @@ def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
             names += [name, f"{name}_bias"] if experts.biased else [name]
     if experts is not None and experts.corrected:
         names.append(CORRECTION)
-    return (*names, *(one for one in (CURVE, SINKS) if ROLES[one][0] in roles))
+    return (*names, *(one for one in (*CURVE, SINKS) if ROLES[one][0] in roles))
 
 
 def is_own(spec: DecoderSpec, name: str) -> bool:
@@ -70,7 +70,7 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         own = own_names(spec, layer)
         if SINKS in own:
             found[_stored(spec, "sinks", layer)] = (spec.query_heads,)
-        if CURVE in own:
+        if CURVE[0] in own:
             module = _stored(spec, "curve", layer)
             for part, shape in zip(CURVE_PARTS, ((1,), (1,), (), ()), strict=True):
                 found[f"{module}.{part}"] = shape
@@ -123,8 +123,8 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if own == SINKS:
         every = stored(_stored(spec, "sinks", layer)).float()
         return every.unflatten(0, (spec.kv_heads, spec.group_size))
-    if own == CURVE:
-        return _curve(_stored(spec, "curve", layer), stored)
+    if own in CURVE:
+        return _of_curve(own, _stored(spec, "curve", layer), stored)
     if own == CORRECTION:
         return stored(_stored(spec, "router_correction", layer)).float().flatten()
     _, _, part = own.partition(".")
@@ -162,12 +162,14 @@ def _outputs(experts: Experts, role: str) -> slice:
     return slice(part, None, 2)  # gate and up are stored in turn
 
 
-def _curve(module: str, stored: Read) -> Tensor:
-    """[4] as ``xielu`` takes it."""
-    parts = [stored(f"{module}.{part}").float().reshape(1) for part in CURVE_PARTS]
-    alpha_p, alpha_n, beta, bound = parts
-    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
-    return torch.cat([positive, negative, beta, bound])
+def _of_curve(own: str, module: str, stored: Read) -> Tensor:
+    """[1] as ``xielu`` takes it: alphas are stored before a softplus."""
+    part = own.partition(".")[2]
+    number = stored(f"{module}.{part}").float().reshape(1)
+    if part not in CURVE_PARTS[:2]:
+        return number
+    least = stored(f"{module}.beta").float() if part == "alpha_n" else 0.0
+    return F.softplus(number) + least
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ GROUPED: dict[str, Any] = {
 }
 OLD: dict[str, Any] = {
     "vocab_size": 97,
-    "n_embd": 64,
+    "n_embd": 128,
     "n_layer": 2,
     "n_head": 4,
     "n_positions": 512,
@@ -402,17 +402,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral": (
         "Ministral",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, sliding_window=24)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "ministral3": (
         "Ministral3",
-        sizes(64, 4, 2, 16, rope_parameters=YARN | TEMPERATURE),
+        sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE),
     ),
     "ministral3-images": (
         "Mistral3",
         {
-            "text_config": sizes(64, 4, 2, 16, rope_parameters=YARN | TEMPERATURE)
+            "text_config": sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE)
             | {"model_type": "ministral3"},
             "vision_config": dict.fromkeys(SMALL, 8)
             | {"model_type": "pixtral", "num_hidden_layers": 1},
@@ -420,14 +420,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cwm": (
         "Cwm",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, sliding_window=24)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)
         | {
             "rope_parameters": LLAMA3
             | {"original_max_position_embeddings": 64, "rope_theta": 1e5}
         },
     ),
-    "internlm3": ("InternLM3", sizes(64, 4, 2, 16, qkv_bias=True, bias=True)),
-    "iquestcoder": ("IQuestCoder", sizes(64, 4, 2, 16)),
+    "internlm3": ("InternLM3", sizes(64, 4, 2, 32, qkv_bias=True, bias=True)),
+    "iquestcoder": ("IQuestCoder", sizes(64, 4, 2, 32)),
     "apertus": (
         "Apertus",
         sizes(
@@ -438,9 +438,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             | {"original_max_position_embeddings": 64, "rope_theta": 1e5},
         ),
     ),
-    "jais2": ("Jais2", sizes(64, 4, 2)),
-    "olmo": ("Olmo", sizes(64, 4, 2)),
-    "nanochat": ("NanoChat", sizes(64, 4, 2, final_logit_softcapping=4.0)),
+    "jais2": ("Jais2", sizes(128, 4, 2)),
+    "olmo": ("Olmo", sizes(128, 4, 2)),
+    "nanochat": ("NanoChat", sizes(128, 4, 2, final_logit_softcapping=4.0)),
     "vaultgemma": (
         "VaultGemma",
         sizes(48, 4, 2, 32, num_hidden_layers=3, sliding_window=20)
@@ -449,42 +449,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hyperclovax": (
         "HyperCLOVAX",
-        sizes(64, 4, 2, embedding_multiplier=6.0, residual_multiplier=0.4)
+        sizes(128, 4, 2, embedding_multiplier=6.0, residual_multiplier=0.4)
         | {"attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
     "hyperclovax-without-norms": (
         "HyperCLOVAX",
-        sizes(64, 4, 2, residual_multiplier=0.4, use_post_norm=False),
+        sizes(128, 4, 2, residual_multiplier=0.4, use_post_norm=False),
     ),
     "granite_swa": (
         "GraniteSWA",
-        sizes(64, 4, 2, num_hidden_layers=3, sliding_window=24, **GRANITE)
+        sizes(128, 4, 2, num_hidden_layers=3, sliding_window=24, **GRANITE)
         | {"layer_rope_theta": [1e4, 0, 1e5]},
     ),
     "granitemoe": (
         "GraniteMoe",
-        sizes(64, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE),
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE),
     ),
     "granitemoeshared": (
         "GraniteMoeShared",
-        sizes(64, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
         | {"shared_intermediate_size": 40},
     ),
     "granitemoe_swa": (
         "GraniteMoeSWA",
-        sizes(64, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
         | {"num_hidden_layers": 3, "sliding_window": 24}
         | {"shared_intermediate_size": 40, "layer_rope_theta": [0, 1e4, 1e5]},
     ),
     "qwen3_moe-some-plain": (
         "Qwen3Moe",
-        sizes(48, 4, 2, 24, num_experts=6, num_experts_per_tok=2)
+        sizes(48, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
         | {"num_hidden_layers": 3, "moe_intermediate_size": 24}
         | {"mlp_only_layers": [0], "decoder_sparse_step": 1},
     ),
     "mellum": (
         "Mellum",
-        sizes(48, 4, 2, 24, num_experts=6, num_experts_per_tok=2)
+        sizes(48, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
         | {"num_hidden_layers": 3, "moe_intermediate_size": 24, "sliding_window": 24}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -492,92 +492,92 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "flex_olmo": (
         "FlexOlmo",
-        sizes(64, 4, 2, num_experts=5, num_experts_per_tok=2, **PHI),
+        sizes(128, 4, 2, num_experts=5, num_experts_per_tok=2, **PHI),
     ),
     "aria_text": (
         "AriaText",
-        sizes(64, 4, 2, moe_num_experts=5, moe_topk=2, moe_num_shared_experts=2),
+        sizes(128, 4, 2, moe_num_experts=5, moe_topk=2, moe_num_shared_experts=2),
     ),
     "phimoe": (
         "Phimoe",
-        sizes(64, 4, 2, num_local_experts=5, attention_bias=True, lm_head_bias=True)
+        sizes(128, 4, 2, num_local_experts=5, attention_bias=True, lm_head_bias=True)
         | {"sliding_window": 40, "router_jitter_noise": 0.1},
     ),
     "cohere2_moe": (
         "Cohere2Moe",
-        sizes(64, 4, 2, 16, num_hidden_layers=4, sliding_window=24, **PHI)
+        sizes(64, 4, 2, 32, num_hidden_layers=4, sliding_window=24, **PHI)
         | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 2}
         | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56}
         | {"sliding_window_pattern": 2, "logit_scale": 0.75},
     ),
     "cohere2_moe-sigmoid": (
         "Cohere2Moe",
-        sizes(64, 4, 2, 16, sliding_window=24, rms_norm_eps=1e-5, **PHI)
+        sizes(64, 4, 2, 32, sliding_window=24, rms_norm_eps=1e-5, **PHI)
         | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 1}
         | {"shared_expert_combination_strategy": "sum", "norm_topk_prob": False}
         | {"expert_selection_fn": "sigmoid", "logit_scale": 1.0},
     ),
     "cohere_compass_text": (
         "CohereCompassText",
-        sizes(64, 4, 2, num_hidden_layers=3, sliding_window=24, **PHI)
+        sizes(128, 4, 2, num_hidden_layers=3, sliding_window=24, **PHI)
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         | {"rope_parameters": ONE_ROPE, "logit_scale": 0.75},
     ),
     "glm4_moe": (
         "Glm4Moe",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, use_qk_norm=True, **GROUPED)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, use_qk_norm=True, **GROUPED)
         | {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True},
     ),
     "glm4_moe-plain": (
         "Glm4Moe",
-        sizes(64, 4, 2, 16, **GROUPED)
+        sizes(64, 4, 2, 32, **GROUPED)
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
     "solar_open": (
         "SolarOpen",
-        sizes(64, 4, 2, 16, n_shared_experts=2, **GROUPED),
+        sizes(64, 4, 2, 32, n_shared_experts=2, **GROUPED),
     ),
     "dots1": (
         "Dots1",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, n_shared_experts=2, **GROUPED)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, n_shared_experts=2, **GROUPED)
         | {"first_k_dense_replace": 1, "sliding_window": 24, "max_window_layers": 2},
     ),
     "exaone_moe": (
         "ExaoneMoe",
-        sizes(64, 4, 2, 16, num_hidden_layers=4, sliding_window=24, num_experts=8)
+        sizes(64, 4, 2, 32, num_hidden_layers=4, sliding_window=24, num_experts=8)
         | {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"n_group": 4, "topk_group": 2, "num_shared_experts": 2},
     ),
     "hy_v3": (
         "HYV3",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, num_experts=6, num_shared_experts=2)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_shared_experts=2)
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "minimax_m2": (
         "MiniMaxM2",
-        sizes(64, 4, 2, 16, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
+        sizes(64, 4, 2, 32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
     ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
-        sizes(64, 4, 2, 16, num_hidden_layers=3, moe_num_experts=6, use_bias=True)
+        sizes(64, 4, 2, 32, num_hidden_layers=3, moe_num_experts=6, use_bias=True)
         | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
         | {"tie_word_embeddings": False},
     ),
     "ernie4_5_moe-alone": (
         "Ernie4_5_Moe",
-        sizes(64, 4, 2, 16, num_hidden_layers=4, moe_num_experts=6)
+        sizes(64, 4, 2, 32, num_hidden_layers=4, moe_num_experts=6)
         | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
         | {"moe_layer_interval": 2},
     ),
     "phi4_multimodal": (
         "Phi4Multimodal",
-        sizes(64, 4, 2, **PHI)
+        sizes(128, 4, 2, **PHI)
         | {"vision_config": SMALL_VISION, "audio_config": SMALL_AUDIO},
     ),
     "emu3": (
         "Emu3",
         {
-            "text_config": sizes(64, 4, 2, **PHI),
+            "text_config": sizes(128, 4, 2, **PHI),
             "vq_config": SMALL_CODES,
             "vocabulary_map": {f"<|visual token {i:06d}|>": i for i in range(8)}
             | {"<|extra_200|>": 9},
@@ -586,30 +586,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "got_ocr2": (
         "GotOcr2",
         {
-            "text_config": sizes(64, 4, 2) | {"model_type": "qwen2"},
+            "text_config": sizes(128, 4, 2) | {"model_type": "qwen2"},
             "vision_config": SMALL_SAM,
         },
     ),
     "fuyu": (
         "Fuyu",
         {
-            "text_config": sizes(64, 4, 4) | {"model_type": "persimmon"},
+            "text_config": sizes(128, 4, 4) | {"model_type": "persimmon"},
             "image_size": 8,
             "patch_size": 4,
         },
     ),
-    "persimmon": ("Persimmon", sizes(64, 4, 4)),
-    "biogpt": ("BioGpt", sizes(64, 4, 4)),
+    "persimmon": ("Persimmon", sizes(128, 4, 4)),
+    "biogpt": ("BioGpt", sizes(128, 4, 4)),
     "xglm": (
         "XGLM",
-        {"vocab_size": 97, "d_model": 64, "num_layers": 2, "attention_heads": 4}
+        {"vocab_size": 97, "d_model": 128, "num_layers": 2, "attention_heads": 4}
         | {"ffn_dim": 88, "max_position_embeddings": 512},
     ),
     "gptj": ("GPTJ", OLD | {"rotary_dim": 8}),
-    "codegen": ("CodeGen", OLD | {"rotary_dim": 8, "n_head": 8, "n_embd": 96}),
+    "codegen": ("CodeGen", OLD | {"rotary_dim": 8, "n_head": 8, "n_embd": 256}),
     "gpt_neo": (
         "GPTNeo",
-        {"vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
+        {"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4}
         | {"max_position_embeddings": 512, "window_size": 24}
         | {"attention_types": [[["global", "local"], 1]]},
     ),

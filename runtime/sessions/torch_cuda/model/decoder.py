@@ -191,8 +191,8 @@ class _Layer:
         else:
             self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self.experts = _experts(wiring, _taken(tensors, "experts."))
-        curve = tensors.pop("curve.weight", None)
-        self.curve = None if curve is None else partial(xielu, curve=curve)
+        curve = _taken(tensors, "curve.")
+        self.curve = partial(xielu, **curve) if curve else None
         shared_gate = tensors.pop("shared_gate.weight", None)
         self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
         gate_up_roles = [role for role in ("gate", "up") if has_map(tensors, role)]
