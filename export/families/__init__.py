@@ -3,67 +3,144 @@ one function (docs/extending/model_family.md)."""
 
 from __future__ import annotations
 
-from kvlathe.export.families.cohere import cohere, cohere2
-from kvlathe.export.families.experts import mixtral, olmoe, qwen2_moe, qwen3_moe
+from kvlathe.export.families.cohere import (
+    cohere,
+    cohere2,
+    cohere2_moe,
+    cohere_compass,
+)
+from kvlathe.export.families.experts import (
+    aria_text,
+    flex_olmo,
+    mellum,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from kvlathe.export.families.falcon import falcon
 from kvlathe.export.families.family import Experts, Family
-from kvlathe.export.families.gemma import gemma, gemma2, gemma3, gemma3_images
+from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
+from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
 from kvlathe.export.families.gpt2 import gpt2
 from kvlathe.export.families.gpt_oss import gpt_oss
+from kvlathe.export.families.granite import (
+    granite,
+    granite_swa,
+    granitemoe,
+    granitemoe_swa,
+    granitemoeshared,
+    hyperclovax,
+)
 from kvlathe.export.families.llama import llama
 from kvlathe.export.families.llama_like import (
+    apertus,
     arcee,
+    cwm,
     ernie,
-    granite,
     helium,
+    jais2,
+    ministral,
+    ministral3,
     mistral,
+    nanochat,
     nemotron,
+    olmo,
     seed_oss,
     smollm3,
     starcoder2,
 )
 from kvlathe.export.families.norms_after import exaone4, glm, glm4, olmo2, olmo3
-from kvlathe.export.families.older import gpt_neox, opt, phi
-from kvlathe.export.families.phi3 import phi3
+from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
+from kvlathe.export.families.parts import TEXT_PARTS, TextPart
+from kvlathe.export.families.phi3 import phi3, phi4_multimodal
 from kvlathe.export.families.qwen import qwen2, qwen3
+from kvlathe.export.families.sigmoid_experts import (
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe,
+    hy_v3,
+    minimax_m2,
+    solar_open,
+)
 from kvlathe.export.families.stablelm import stablelm
 
 FAMILIES = {
+    "apertus": apertus,
     "arcee": arcee,
+    "aria_text": aria_text,
+    "biogpt": biogpt,
+    "codegen": codegen,
     "cohere": cohere,
     "cohere2": cohere2,
+    "cohere2_moe": cohere2_moe,
+    "cohere_compass_text": cohere_compass,
+    "cwm": cwm,
+    "dots1": dots1,
+    "emu3_text_model": llama,
     "ernie4_5": ernie,
+    "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
+    "exaone_moe": exaone_moe,
     "falcon": falcon,
+    "flex_olmo": flex_olmo,
     "gemma": gemma,
     "gemma2": gemma2,
-    "gemma3": gemma3_images,
     "gemma3_text": gemma3,
     "glm": glm,
     "glm4": glm4,
+    "glm4_moe": glm4_moe,
     "gpt2": gpt2,
+    "gpt_bigcode": gpt_bigcode,
+    "gpt_neo": gpt_neo,
     "gpt_neox": gpt_neox,
     "gpt_oss": gpt_oss,
+    "gptj": gptj,
     "granite": granite,
+    "granite_swa": granite_swa,
+    "granitemoe": granitemoe,
+    "granitemoe_swa": granitemoe_swa,
+    "granitemoeshared": granitemoeshared,
     "helium": helium,
+    "hy_v3": hy_v3,
+    "hyperclovax": hyperclovax,
+    "internlm3": llama,
+    "iquestcoder": llama,
+    "jais2": jais2,
     "llama": llama,
+    "mellum": mellum,
+    "minimax_m2": minimax_m2,
+    "ministral": ministral,
+    "ministral3": ministral3,
     "mistral": mistral,
     "mixtral": mixtral,
+    "nanochat": nanochat,
     "nemotron": nemotron,
+    "olmo": olmo,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "olmoe": olmoe,
     "opt": opt,
+    "persimmon": persimmon,
     "phi": phi,
     "phi3": phi3,
+    "phi4_multimodal": phi4_multimodal,
+    "phimoe": phimoe,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
+    "solar_open": solar_open,
     "stablelm": stablelm,
     "starcoder2": starcoder2,
+    "vaultgemma": vaultgemma,
+    "xglm": xglm,
 }
+SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS}))
+"""Model types that are read: those with a record, and those of which a part has one."""
 
-__all__ = ["FAMILIES", "Experts", "Family"]
+__all__ = ["FAMILIES", "SUPPORTED", "TEXT_PARTS", "Experts", "Family", "TextPart"]

@@ -1,4 +1,5 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: experts in place of the MLP."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, FlexOlmo, Mellum and Phi-3.5-MoE: experts in
+place of the MLP, chosen by a softmax."""
 
 from __future__ import annotations
 
@@ -7,14 +8,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Experts, Family
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, llama
+from kvlathe.export.families.norms_after import olmo2
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import every_layer, sliding_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import (
+        AriaTextConfig,
+        FlexOlmoConfig,
+        MellumConfig,
         MixtralConfig,
         OlmoeConfig,
+        PhimoeConfig,
         Qwen2MoeConfig,
         Qwen3MoeConfig,
     )
@@ -41,6 +49,28 @@ SHARED = {
     "shared_gate": "model.layers.{i}.mlp.shared_expert_gate",
 }
 COUNTS = ("num_experts", "num_local_experts")
+PAIR = 2
+"""Experts of a token in SparseMixer."""
+SPARSE = "sparse"
+"""A layer with experts, among ``mlp_layer_types``."""
+OF_EXPERTS = (
+    *("router", "router_correction", "experts_gate", "experts_up", "experts_down"),
+    *("experts_gate_up", "shared_gate", "gate", "up", "down", "gate_up"),
+)
+PLAIN = {role: NAMES[role] for role in ("gate", "up", "down")}
+
+
+def with_dense(family: Family, dense: Sequence[int], size: int) -> Family:
+    """``family`` with plain MLPs of ``size`` columns in some layers."""
+    kept = {role: x for role, x in family.names.items() if role not in OF_EXPERTS}
+    return replace(
+        family, dense=tuple(dense), dense_names=kept | PLAIN, dense_size=size
+    )
+
+
+def not_sparse(kinds: Sequence[str] | None) -> tuple[int, ...]:
+    """Layers that have no experts, by ``mlp_layer_types``."""
+    return tuple(i for i, kind in enumerate(kinds or ()) if kind != SPARSE)
 
 
 class Sparse(Protocol):
@@ -75,27 +105,43 @@ def mixtral(config: MixtralConfig) -> Family:
 
 
 def qwen2_moe(config: Qwen2MoeConfig) -> Family:
-    """Raises KvlatheError where some layers have a plain MLP."""
-    _check_every_layer(config)
-    return replace(
+    """A record of Qwen1.5-MoE and Qwen2-MoE: an expert that every token passes, times
+    the sigmoid of a gate."""
+    family = replace(
         _qwen(config),
         names=WITHOUT_MLP | EXPERTS | SHARED,
         intermediate_size=config.shared_expert_intermediate_size,
         qkv_bias=bool(config.qkv_bias),
         windows=sliding_layers(config),
     )
+    return with_dense(family, _plain_layers(config), config.intermediate_size)
 
 
 def qwen3_moe(config: Qwen3MoeConfig) -> Family:
-    """Raises KvlatheError where some layers have a plain MLP."""
-    _check_every_layer(config)
     window = config.sliding_window if config.use_sliding_window else 0
-    return replace(
+    family = replace(
         _qwen(config),
         names=WITHOUT_MLP | EXPERTS | QK_NORMS,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         windows=(window or 0,) * config.num_hidden_layers,
+    )
+    return with_dense(family, _plain_layers(config), config.intermediate_size)
+
+
+def mellum(config: MellumConfig) -> Family:
+    """Qwen3-MoE with windows in some layers, and a RoPE of their own."""
+    family = replace(
+        _qwen(config),
+        names=WITHOUT_MLP | EXPERTS | QK_NORMS,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        partial_rotary=True,
+        windows=sliding_layers(config),
+        ropes=tuple(config.layer_types or ()),
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
     )
 
 
@@ -128,7 +174,7 @@ def olmoe(config: OlmoeConfig) -> Family:
     )
 
 
-def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig) -> Family:
+def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig | MellumConfig) -> Family:
     experts = Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
@@ -147,10 +193,88 @@ def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig) -> Family:
     )
 
 
-def _check_every_layer(config: Sparse) -> None:
-    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+def _plain_layers(config: Sparse) -> tuple[int, ...]:
+    """Layers that have no experts, as Qwen's models count them."""
+    step, plain = config.decoder_sparse_step, config.mlp_only_layers or ()
+    layers = range(config.num_hidden_layers)
+    return tuple(i for i in layers if i in plain or (i + 1) % step)
+
+
+def flex_olmo(config: FlexOlmoConfig) -> Family:
+    """OLMo 2 with experts: norms of what attention and experts give."""
+    experts = Experts(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normalized=config.norm_topk_prob,
+    )
+    kept = {role: x for role, x in olmo2(config).names.items() if role not in PLAIN}
+    return replace(
+        olmo2(config), names=kept | EXPERTS, experts=experts, settings=COUNTS
+    )
+
+
+def phimoe(config: PhimoeConfig) -> Family:
+    """Raises KvlatheError for scaled RoPE, which transformers turns by other factors
+    than the model was trained with, and where experts are chosen without a range."""
+    form = (config.rope_parameters or {}).get("rope_type", "default")
+    if form != "default":
         raise KvlatheError(
-            "some of the model's layers have a plain MLP, the others experts",
-            "a record says one wiring of all layers",
+            f"config.json asks for RoPE of the type {form!r}",
+            "transformers turns this model by the factors of short sequences alone, so "
+            "nothing says what long ones should give",
             "choose another checkpoint",
         )
+    if not config.router_jitter_noise or config.num_experts_per_tok != PAIR:
+        raise KvlatheError(
+            "config.json changes how experts are chosen",
+            f"SparseMixer chooses {PAIR}, within router_jitter_noise",
+            "choose another checkpoint",
+        )
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=PAIR,
+        intermediate_size=config.intermediate_size,
+        normalized=False,
+        jitter=config.router_jitter_noise,
+    )
+    return Family(
+        names=WITHOUT_MLP | MIXTRAL_EXPERTS,
+        norm="layer",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_bias=config.lm_head_bias,
+        windows=every_layer(config),
+        experts=experts,
+        settings=COUNTS,
+    )
+
+
+def aria_text(config: AriaTextConfig) -> Family:
+    """Experts in one stack, beside some that every token passes."""
+    own = {
+        "router": "model.layers.{i}.mlp.router",
+        "experts_gate_up": "model.layers.{i}.mlp.experts.fc1.weight",
+        "experts_down": "model.layers.{i}.mlp.experts.fc2.weight",
+        "gate": "model.layers.{i}.mlp.shared_experts.gate_proj",
+        "up": "model.layers.{i}.mlp.shared_experts.up_proj",
+        "down": "model.layers.{i}.mlp.shared_experts.down_proj",
+    }
+    experts = Experts(
+        count=config.moe_num_experts,
+        chosen=config.moe_topk,
+        intermediate_size=config.intermediate_size,
+        normalized=True,
+        stacked=True,
+        halves=True,
+    )
+    return replace(
+        llama(config),
+        names=WITHOUT_MLP | own,
+        intermediate_size=config.intermediate_size * config.moe_num_shared_experts,
+        experts=experts,
+    )

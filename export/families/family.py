@@ -5,28 +5,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvlathe.layers.routing import Scores
+    from kvlathe.layers.temperature import Temperature
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """An MLP that is many, ``count`` of which each token passes ``chosen`` (Shazeer et
-    al. 2017, arXiv 1701.06538). A softmax over all of them weighs those of a token;
+    al. 2017, arXiv 1701.06538). Their ``scores`` weigh those of a token;
     ``normalized``: their weights sum to 1. Roles ``experts_gate experts_up
     experts_down`` name the stored maps of expert ``{e}``, ``router`` what chooses.
-    ``stacked``: all of a layer's experts are one tensor, [E, in, out], with biases;
-    ``experts_gate_up`` has gate and up in turn. ``mxfp4``: blocks of codes and their
-    scales instead (OCP Microscaling Formats 1.0). ``alpha``, ``limit``: as in Routing
-    (kvlathe/layers/experts.py)."""
+    ``stacked``: all of a layer's experts are one tensor, [E, in, out], or [E, out, in]
+    where ``out_in``; ``experts_gate_up`` has gate and up in turn, or in ``halves``.
+    ``biased``: they and the router have biases. ``mxfp4``: blocks of codes and their
+    scales instead (OCP Microscaling Formats 1.0). ``corrected``: ``router_correction``
+    names what is added to scores for the choice alone. The others as in Routing
+    (kvlathe/layers/routing.py)."""
 
     count: int
     chosen: int
     intermediate_size: int
     normalized: bool
     stacked: bool = False
+    out_in: bool = False
+    halves: bool = False
+    biased: bool = False
     mxfp4: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    scores: Scores = "softmax"
+    corrected: bool = False
+    correction_lead: tuple[int, ...] = ()
+    """Dims of the stored correction before that of the experts."""
+    groups: int = 1
+    kept_groups: int = 1
+    jitter: float = 0.0
+    at_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,7 @@ class Family:
     ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE. Norms of outputs
     come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
     attention's norm; with them, attention and MLP read what is there. ``sinks`` names a
-    logit of each query head.
+    logit of each query head, ``curve`` the module of a learned activation (xIELU).
     """
 
     names: Mapping[str, str]
@@ -75,26 +92,65 @@ class Family:
     """RoPE turns neighbouring dims of the checkpoint, (2j, 2j + 1)."""
     norm_bias: bool = True
     """Layer norms have biases."""
+    norm_weight: bool = True
+    """Norms multiply by stored weights; else by 1, and no checkpoint stores it."""
     norm_offset: float = 0.0
     """The number added to a norm's stored weight: Gemma multiplies by 1 + weight."""
     wide_qk_norm: bool = False
     """QK-norms are of all heads together, not of each."""
+    qk_norm: Literal["rms", "layer"] = "rms"
+    """The kind of QK-norms; layer norms have biases."""
+    qk_norm_weight: bool = True
+    """QK-norms multiply by stored weights; else by 1."""
+    embed_norm: bool = False
+    """Embeddings pass an RMS norm without weights before the first layer."""
     head_bias: bool = False
     position_offset: int = 0
     """Rows of the table of positions before the first token's."""
+    sinusoidal: bool = False
+    """The table of positions is not stored: it is sines, then cosines (Vaswani et al.
+    2017, arXiv 1706.03762)."""
+    qkv_blocks: int = 0
+    """A fused qkv is that many blocks, each all q of its heads, then all v, then all
+    k (CodeGen)."""
+    rope_parameters: Mapping[str, object] = field(default_factory=dict)
+    """In place of those that the configuration does not have."""
+    backward: bool = False
+    """RoPE turns against its usual sense."""
+    temperature: Temperature | None = None
+    """Queries grow with their positions."""
     experts: Experts | None = None
     """Experts in place of the MLP, or beside it: where there are ``gate up down`` too,
     they are of an expert that every token passes, weighed by the sigmoid of
-    ``shared_gate``."""
+    ``shared_gate``, where that is there."""
+    dense: tuple[int, ...] = ()
+    """Layers that have a plain MLP of ``dense_size`` columns in place of experts."""
+    dense_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in such layers."""
+    dense_size: int = 0
     factors: Mapping[str, float] = field(default_factory=dict)
     """Role -> what its stored tensors are multiplied by: multipliers of embeddings, of
-    residuals and of logits (``norm``)."""
+    residuals and of logits (``norm``). The W_down of an expert that every token passes
+    is ``shared_down``."""
     attn_softcap: float = 0.0
     """Scores are cap * tanh(scores / cap) before the softmax; 0 leaves them."""
     logit_softcap: float = 0.0
     """Logits are cap * tanh(logits / cap); 0 leaves them."""
     beside: tuple[str, ...] = ()
-    """Other parts of a model, whose text part this is: how their tensors' names
-    begin."""
+    """Parts of a model that are not run, such as those that read images: how their
+    tensors' names begin."""
+    inside: str = ""
+    """The name of this part in the names of its tensors, where it is one of several."""
     settings: tuple[str, ...] = ()
     """Names among FOREIGN_SETTINGS (export/model/spec.py) that this record obeys."""
+
+    def roles(self, layer: int | None) -> Mapping[str, str]:
+        """``names`` of the tensors of a layer, or of those around the layers."""
+        return self.dense_names if layer in self.dense else self.names
+
+    def inner(self, layer: int) -> int:
+        """Columns of a layer's MLP, or of the expert that every token passes."""
+        return self.dense_size if layer in self.dense else self.intermediate_size
+
+    def experts_of(self, layer: int) -> Experts | None:
+        return None if layer in self.dense else self.experts

@@ -4,7 +4,6 @@ QK-norms."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
@@ -14,7 +13,12 @@ from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
-    from transformers import Gemma2Config, Gemma3TextConfig, GemmaConfig
+    from transformers import (
+        Gemma2Config,
+        Gemma3TextConfig,
+        GemmaConfig,
+        VaultGemmaConfig,
+    )
 
 FOUR_NORMS = {
     "attn_out_norm": "model.layers.{i}.post_attention_layernorm",
@@ -43,6 +47,11 @@ def gemma2(config: Gemma2Config) -> Family:
     return _later(config, NAMES | FOUR_NORMS)
 
 
+def vaultgemma(config: VaultGemmaConfig) -> Family:
+    """Gemma 2 without norms of outputs."""
+    return _later(config, NAMES | {"mlp_norm": FOUR_NORMS["mlp_norm"]})
+
+
 def gemma3(config: Gemma3TextConfig) -> Family:
     """Raises KvlatheError where queries see later tokens."""
     if config.use_bidirectional_attention:
@@ -56,13 +65,8 @@ def gemma3(config: Gemma3TextConfig) -> Family:
     )
 
 
-def gemma3_images(config: Gemma3TextConfig) -> Family:
-    """The text part of a model that also reads images."""
-    return replace(gemma3(config), beside=("vision_tower", "multi_modal_projector"))
-
-
 def _later(
-    config: Gemma2Config | Gemma3TextConfig,
+    config: Gemma2Config | Gemma3TextConfig | VaultGemmaConfig,
     names: dict[str, str],
     ropes: tuple[str, ...] = (),
 ) -> Family:

@@ -33,6 +33,7 @@ def gpt_oss(config: GptOssConfig) -> Family:
         intermediate_size=config.intermediate_size,
         normalized=True,
         stacked=True,
+        biased=True,
         mxfp4=bool(quantized),
         alpha=getattr(config, "swiglu_alpha", ALPHA),
         limit=getattr(config, "swiglu_limit", LIMIT),

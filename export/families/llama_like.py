@@ -1,35 +1,39 @@
-"""Mistral, Granite, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS, Nemotron and StarCoder2:
-Llama with a few differences."""
+"""Mistral and Ministral, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS, Nemotron,
+StarCoder2, Apertus, Jais 2, OLMo, CWM and NanoChat: Llama with a few differences."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 from kvlathe.export.families.llama import NAMES, llama
+from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import every_layer, sliding_layers
+from kvlathe.layers.temperature import Temperature
 
 if TYPE_CHECKING:
     from transformers import (
+        ApertusConfig,
         ArceeConfig,
+        CwmConfig,
         Ernie4_5Config,
-        GraniteConfig,
         HeliumConfig,
+        Jais2Config,
+        Ministral3Config,
+        MinistralConfig,
         MistralConfig,
+        NanoChatConfig,
         NemotronConfig,
+        OlmoConfig,
         SeedOssConfig,
         SmolLM3Config,
         Starcoder2Config,
     )
 
 
-MULTIPLIERS = (
-    "attention_multiplier",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
+OLMO_EPS = 1e-5
 PLAIN_MLP = {role: name for role, name in NAMES.items() if role != "gate"}
 STARCODER_MLP = {
     "up": "model.layers.{i}.mlp.c_fc",
@@ -39,28 +43,28 @@ STARCODER_MLP = {
 
 def mistral(config: MistralConfig) -> Family:
     """Llama without biases. The first release has a window in every layer."""
-    return Family(
-        names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
-        windows=every_layer(config),
+    return replace(_mistral(config), windows=every_layer(config))
+
+
+def ministral(config: MinistralConfig) -> Family:
+    """Mistral with windows in some layers."""
+    return replace(_mistral(config), windows=sliding_layers(config))
+
+
+def ministral3(config: Ministral3Config) -> Family:
+    """Mistral whose queries grow with their positions."""
+    rope = config.rope_parameters or {}
+    beta = rope.get("llama_4_scaling_beta")
+    length = rope.get("original_max_position_embeddings")
+    temperature = Temperature(float(beta), float(length)) if beta and length else None
+    return replace(
+        _mistral(config), windows=every_layer(config), temperature=temperature
     )
 
 
-def granite(config: GraniteConfig) -> Family:
-    """Multipliers of embeddings, residuals, scores and logits."""
-    residual = float(config.residual_multiplier)
-    factors = {
-        "embed": float(config.embedding_multiplier),
-        "o": residual,
-        "down": residual,
-        "norm": 1 / config.logits_scaling,
-    }
-    scales = (float(config.attention_multiplier),) * config.num_hidden_layers
-    return replace(llama(config), factors=factors, scales=scales, settings=MULTIPLIERS)
+def cwm(config: CwmConfig) -> Family:
+    """Llama with windows in most layers."""
+    return replace(_mistral(config), windows=sliding_layers(config))
 
 
 def smollm3(config: SmolLM3Config) -> Family:
@@ -70,6 +74,105 @@ def smollm3(config: SmolLM3Config) -> Family:
         windows=sliding_layers(config),
         ropes=tuple("" if turns else None for turns in config.no_rope_layers or ()),
         settings=("no_rope_layers",),
+    )
+
+
+def _mistral(
+    config: MistralConfig | MinistralConfig | Ministral3Config | CwmConfig,
+) -> Family:
+    return Family(
+        names=NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+    )
+
+
+def apertus(config: ApertusConfig) -> Family:
+    """QK-norms, and a plain MLP whose activation is learned (xIELU)."""
+    own = {
+        "attn_norm": "model.layers.{i}.attention_layernorm",
+        "mlp_norm": "model.layers.{i}.feedforward_layernorm",
+    }
+    if config.hidden_act == "xielu":
+        own["curve"] = "model.layers.{i}.mlp.act_fn"
+    return Family(
+        names=PLAIN_MLP | QK_NORMS | own,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def jais2(config: Jais2Config) -> Family:
+    """Layer norms and a plain MLP."""
+    return Family(
+        names=PLAIN_MLP,
+        norm="layer",
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+def olmo(config: OlmoConfig) -> Family:
+    """Layer norms without weights. Raises KvlatheError for clipped q, k and v."""
+    if config.clip_qkv is not None:
+        raise KvlatheError(
+            f"config.json sets clip_qkv to {config.clip_qkv:g}",
+            "no record bounds q, k and v",
+            "choose another checkpoint",
+        )
+    return Family(
+        names=NAMES,
+        norm="layer",
+        norm_eps=OLMO_EPS,
+        norm_weight=False,
+        norm_bias=False,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def nanochat(config: NanoChatConfig) -> Family:
+    """Norms without weights, one of them before the first layer; RoPE that turns
+    against its usual sense. QK-norms follow RoPE there: as they have no weights, their
+    order does not matter. Raises KvlatheError for a tied head."""
+    if config.tie_word_embeddings:
+        raise KvlatheError(
+            "config.json sets tie_word_embeddings",
+            "the norm of embeddings becomes a part of them, and is none of the head",
+            "choose a NanoChat with a head of its own",
+        )
+    own = {"up": "model.layers.{i}.mlp.fc1", "down": "model.layers.{i}.mlp.fc2"}
+    return Family(
+        names=PLAIN_MLP | QK_NORMS | own,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        norm_weight=False,
+        qk_norm_weight=False,
+        embed_norm=True,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        backward=True,
+        logit_softcap=config.final_logit_softcapping or 0.0,
+        settings=("final_logit_softcapping",),
     )
 
 

@@ -15,6 +15,7 @@ from kvlathe.export.families.windows import sliding_layers
 if TYPE_CHECKING:
     from transformers import (
         Exaone4Config,
+        FlexOlmoConfig,
         Glm4Config,
         GlmConfig,
         Olmo2Config,
@@ -37,7 +38,7 @@ GLM4_NORMS = {
 }
 
 
-def olmo2(config: Olmo2Config | Olmo3Config) -> Family:
+def olmo2(config: Olmo2Config | Olmo3Config | FlexOlmoConfig) -> Family:
     return Family(
         names=BARE | AFTER | QK_NORMS,
         norm="rms",

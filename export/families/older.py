@@ -1,4 +1,5 @@
-"""Phi 1, 1.5 and 2, GPT-NeoX and Pythia, OPT: layer norms and biases, plain MLPs."""
+"""Phi 1, 1.5 and 2, GPT-NeoX and Pythia, OPT, BioGPT, XGLM and Persimmon: layer norms
+and biases, plain MLPs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 
 if TYPE_CHECKING:
-    from transformers import GPTNeoXConfig, OPTConfig, PhiConfig
+    from transformers import (
+        BioGptConfig,
+        GPTNeoXConfig,
+        OPTConfig,
+        PersimmonConfig,
+        PhiConfig,
+        XGLMConfig,
+    )
 
 PHI_NAMES = {
     "embed": "model.embed_tokens",
@@ -46,6 +54,27 @@ OPT_NAMES = {
     "down": "model.decoder.layers.{i}.fc2",
     "norm": "model.decoder.final_layer_norm",
     "head": "lm_head",
+}
+XGLM_NAMES = {
+    role: name.replace("model.decoder.", "model.") for role, name in OPT_NAMES.items()
+} | {"norm": "model.layer_norm"}
+BIOGPT_NAMES = {
+    role: name.replace("model.", "biogpt.") for role, name in XGLM_NAMES.items()
+} | {"head": "output_projection"}
+PERSIMMON_NAMES = {
+    "embed": "model.embed_tokens",
+    "attn_norm": "model.layers.{i}.input_layernorm",
+    "qkv": "model.layers.{i}.self_attn.query_key_value",
+    "o": "model.layers.{i}.self_attn.dense",
+    "mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "up": "model.layers.{i}.mlp.dense_h_to_4h",
+    "down": "model.layers.{i}.mlp.dense_4h_to_h",
+    "norm": "model.final_layernorm",
+    "head": "lm_head",
+}
+PERSIMMON_NORMS = {
+    "q_norm": "model.layers.{i}.self_attn.q_layernorm",
+    "k_norm": "model.layers.{i}.self_attn.k_layernorm",
 }
 OPT_ROWS = 2
 """Rows at the start of the table of positions that belong to no token."""
@@ -129,4 +158,65 @@ def opt(config: OPTConfig) -> Family:
         out_bias=config.enable_bias,
         mlp_bias=config.enable_bias,
         position_offset=OPT_ROWS,
+    )
+
+
+def biogpt(config: BioGptConfig) -> Family:
+    """Embeddings are scaled."""
+    scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+    return Family(
+        names=BIOGPT_NAMES,
+        norm="layer",
+        norm_eps=LAYER_NORM_EPS,
+        activation=config.hidden_act,
+        kv_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        position_offset=OPT_ROWS,
+        factors={"embed": scale},
+    )
+
+
+def xglm(config: XGLMConfig) -> Family:
+    """Positions are sines. Raises KvlatheError for cross-attention."""
+    if config.add_cross_attention:
+        raise KvlatheError(
+            "the checkpoint has cross-attention",
+            "only decoders are supported",
+            "choose a plain XGLM",
+        )
+    scale = config.d_model**0.5 if config.scale_embedding else 1.0
+    return Family(
+        names=XGLM_NAMES,
+        norm="layer",
+        norm_eps=LAYER_NORM_EPS,
+        activation=config.activation_function,
+        kv_heads=config.attention_heads,
+        intermediate_size=config.ffn_dim,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        position_offset=OPT_ROWS,
+        sinusoidal=True,
+        factors={"embed": scale},
+    )
+
+
+def persimmon(config: PersimmonConfig) -> Family:
+    """RoPE on a part of each head, and QK-norms that are layer norms."""
+    return Family(
+        names=PERSIMMON_NAMES | (PERSIMMON_NORMS if config.qk_layernorm else {}),
+        norm="layer",
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        grouped_qkv=True,
+        partial_rotary=True,
+        qk_norm="layer",
     )

@@ -3,6 +3,7 @@ each head."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
@@ -10,7 +11,7 @@ from kvlathe.export.families.llama import NAMES
 from kvlathe.export.families.windows import every_layer
 
 if TYPE_CHECKING:
-    from transformers import Phi3Config
+    from transformers import Phi3Config, Phi4MultimodalConfig
 
 FUSED = {
     "qkv": "model.layers.{i}.self_attn.qkv_proj",
@@ -23,7 +24,7 @@ PHI3_NAMES = {
 } | FUSED
 
 
-def phi3(config: Phi3Config) -> Family:
+def phi3(config: Phi3Config | Phi4MultimodalConfig) -> Family:
     return Family(
         names=PHI3_NAMES,
         norm="rms",
@@ -34,3 +35,8 @@ def phi3(config: Phi3Config) -> Family:
         partial_rotary=True,
         windows=every_layer(config),
     )
+
+
+def phi4_multimodal(config: Phi4MultimodalConfig) -> Family:
+    """The text part of a model that also reads images and hears."""
+    return replace(phi3(config), beside=("embed_tokens_extend.",))

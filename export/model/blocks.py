@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from kvlathe.export.families import Experts
 from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
+from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
-from kvlathe.layers.experts import ExpertWeights, Routing, run_experts
-from kvlathe.layers.rows import Rows
+from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.routing import Routing
+from kvlathe.layers.rows import Rows, xielu
 from kvlathe.plan.weight_formats import WeightFormat
 
 ROWS = Rows()
@@ -76,8 +78,10 @@ class ExpertBlock(nn.Module):
             "up": (count, 1, inner),
             "down": (count, hidden),
         }
-        for name, shape in biases.items() if experts.stacked else ():
+        for name, shape in biases.items() if experts.biased else ():
             setattr(self, f"{name}_bias", fixed(torch.empty(shape, dtype=dtype)))
+        if experts.corrected:  # steps of a half are wider than what parts experts
+            self.correction = fixed(torch.empty(count, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = ExpertWeights(**dict(self.named_parameters()))
@@ -90,7 +94,25 @@ def routing_of(experts: Experts) -> Routing:
         normalized=experts.normalized,
         alpha=experts.alpha,
         limit=experts.limit,
+        scores=experts.scores,
+        groups=experts.groups,
+        kept_groups=experts.kept_groups,
+        jitter=experts.jitter,
+        at_input=experts.at_input,
     )
+
+
+class Curve(nn.Module):
+    """A learned activation (kvlathe/layers/rows.py). Its numbers are apart: what is
+    computed of weights alone would be folded when a graph is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in CURVE_PARTS:
+            setattr(self, part, fixed(torch.empty(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return xielu(x, **dict(self.named_parameters()))
 
 
 class Norm(nn.Module):

@@ -35,7 +35,7 @@ from kvlathe.export.model.tensors import (
     apply_factor,
     cut,
     expert_names,
-    is_added,
+    made,
     other_names,
     stored_name,
     stored_shapes,
@@ -119,13 +119,15 @@ class Checkpoint:
         dims of q and k (weights, biases and norms) in Rope's canonical order. Raises
         KvlatheError if it cannot be read or is not finite.
         """
-        if is_added(self.spec, name):
-            return torch.zeros(self.spec.hidden_size, device=self.device)
+        unstored = made(self.spec, name)
+        if unstored is not None:
+            return unstored.to(self.device)
         if stacked.is_own(self.spec, name):
-            return finite(stacked.read(self.spec, name, self._placed), name)
+            own = finite(stacked.read(self.spec, name, self._placed), name)
+            return apply_factor(self.spec, name, own)
         experts = expert_names(self.spec, name)
         if experts:
-            return self._of_experts(experts)
+            return apply_factor(self.spec, name, self._of_experts(experts))
         source = stored_name(self.spec, name)
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
@@ -205,6 +207,9 @@ class Checkpoint:
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
         those are read."""
+        unstored = made(self.spec, name)
+        if unstored is not None:
+            return unstored[index.cpu()].to(self.device)
         source = stored_name(self.spec, name)
         gguf = self._gguf(source)
         if gguf is not None and not self._is_merged(source):

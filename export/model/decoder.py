@@ -20,6 +20,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import logits
+from kvlathe.layers.temperature import query_factors
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
             {
                 str(layer): DecoderLayer(
                     spec,
+                    layer,
                     Widths.folded(part, i),
                     AttendLayer(part, i, spec.scale(layer), dtype),
                     dtype,
@@ -140,15 +142,17 @@ class Decoder(nn.Module):
             )
             for cos, sin in angles
         ]
+        warmth = self.spec.family.temperature
+        factors = None if warmth is None else query_factors(warmth, positions)
         handed_on = []
         *before, final = zip(self.rope_of, self.layers.values(), strict=True)
         for rope, layer in before:
-            x, *more = layer(x, steps[rope])
+            x, *more = layer(x, steps[rope], query_factors=factors)
             handed_on.append(more)
         rope, layer = final
         step = dataclasses.replace(steps[rope], places=places)
         wanted = logit_rows if self.last and places is None else None
-        x, *more = layer(x, step, places, wanted)
+        x, *more = layer(x, step, places, wanted, factors)
         handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
         if self.last and places is not None:

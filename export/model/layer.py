@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvlathe.export.model.blocks import (
     ROWS,
     AnyLinear,
+    Curve,
     ExpertBlock,
     Norm,
     linear,
@@ -60,9 +61,12 @@ class DecoderLayer(nn.Module):
     RoPE follows it. ``form``: of the weights of its linear maps (None: ``dtype``).
     """
 
+    rows: Rows = ROWS
+
     def __init__(
         self,
         spec: DecoderSpec,
+        layer: int,
         widths: Widths,
         attend: nn.Module,
         dtype: torch.dtype,
@@ -70,45 +74,41 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         family = spec.family
-        hidden = spec.hidden_size
-        inner = family.intermediate_size
+        hidden, inner = spec.hidden_size, family.inner(layer)
+        roles = family.roles(layer).keys()
 
         def norm(role: str, size: int, kind: str = family.norm) -> Norm | None:
-            if role not in family.names:
+            if role not in roles:
                 return None
             return Norm(kind, size, family.norm_eps, dtype)
 
-        self.rows: Rows = ROWS
-        self.head_dim = spec.head_dim
-        self.parallel = family.parallel
-        self.wide_qk_norm = family.wide_qk_norm
-        self.activation = family.activation
+        self.layer, self.temperature = layer, family.temperature
+        self.head_dim, self.activation = spec.head_dim, family.activation
+        self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
         biased_k = family.qkv_bias or spec.rope is None
         self.q = linear(hidden, widths.q, family.qkv_bias, dtype, form)
         self.k = linear(hidden, widths.k, biased_k, dtype, form)
         self.v = linear(hidden, widths.v, True, dtype, form)
-        self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), "rms")
-        self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), "rms")
+        self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), family.qk_norm)
+        self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), family.qk_norm)
         self.attend = attend
         self.o = linear(widths.o, hidden, True, dtype, form)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
-        roles = family.names.keys()
-
-        bias = family.mlp_bias
 
         def of_mlp(role: str, inputs: int, outputs: int) -> AnyLinear | None:
             if not {role, FUSED.get(role)} & roles:
                 return None
-            return linear(inputs, outputs, bias, dtype, form)
+            return linear(inputs, outputs, family.mlp_bias, dtype, form)
 
         self.gate = of_mlp("gate", hidden, inner)
         self.up = of_mlp("up", hidden, inner)
         self.down = of_mlp("down", inner, hidden)
         self.shared_gate = of_mlp("shared_gate", hidden, 1)
-        experts, act = family.experts, family.activation
-        self.experts = experts and ExpertBlock(experts, hidden, act, dtype)
+        experts = family.experts_of(layer)
+        self.experts = experts and ExpertBlock(experts, hidden, self.activation, dtype)
+        self.curve = Curve() if "curve" in roles else None
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(
@@ -117,8 +117,10 @@ class DecoderLayer(nn.Module):
         step: object,
         places: Tensor | None = None,
         rows: Tensor | None = None,
+        query_factors: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
+        ``query_factors`` [T, 1], queries times theirs, where this layer takes them. With
         ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
         then has as well, no others are attended, either."""
         handed_on: list[Tensor] = []
@@ -128,7 +130,10 @@ class DecoderLayer(nn.Module):
             handed_on.extend(more)
             return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attend, places if rows is None else rows), *handed_on
+        if query_factors is not None and self.temperature is not None:
+            query_factors = self.temperature.of(self.layer, query_factors)
+        wanted = places if rows is None else rows
+        return run_layer(self, x, attend, wanted, query_factors), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q(x), self.k(x), self.v(x)

@@ -15,6 +15,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import rope_state
+from kvlathe.layers.temperature import query_factors
 
 
 class Rotation(NamedTuple):
@@ -90,13 +91,14 @@ class LayerRunner:
         attention = FullAttention(spec, self.attention)
         with torch.device("meta"):
             self._layer = DecoderLayer(
-                spec, Widths.whole(spec), attention, torch.float32
+                spec, layer, Widths.whole(spec), attention, torch.float32
             )
         for name, empty in self._layer.state_dict().items():
             tensor = torch.zeros(empty.shape, device=checkpoint.device)
             if checkpoint.has(prefix + name):
                 tensor = checkpoint.weight(prefix + name)
             self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
+        self._temperature = spec.family.temperature
         self._rope = rotator(spec, checkpoint.device)
         self._rope_of = spec.rope_of[layer] if spec.rope else 0
 
@@ -132,8 +134,14 @@ class LayerRunner:
         if self._rope is not None:
             angles = self._rope(positions, hidden.dtype)
             rotation = Rotation(*angles[self._rope_of])
-        after, (q, k, v, o) = self._layer(hidden, rotation, None, rows)
+        factors = self._query_factors(positions)
+        after, (q, k, v, o) = self._layer(hidden, rotation, None, rows, factors)
         return Captured(after, q, k, v, o)
+
+    def _query_factors(self, positions: Tensor) -> Tensor | None:
+        if self._temperature is None:
+            return None
+        return query_factors(self._temperature, positions)
 
 
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:

@@ -83,7 +83,7 @@ def _layer(spec: DecoderSpec, tokens: int, gradients: bool) -> int:
     """Bytes of one layer's activations over ``tokens`` tokens; with gradients, of all
     that is kept for them and of what they pass through."""
     family = spec.family
-    width = family.intermediate_size
+    width = max(family.intermediate_size, family.dense_size)
     if family.experts is not None:
         width += family.experts.count * family.experts.intermediate_size
     heads = spec.query_heads * spec.head_dim

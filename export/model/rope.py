@@ -8,6 +8,7 @@ its first planes; the other dims become planes of frequency 0.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,9 @@ def read_ropes(
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """The rotations of a model without learned positions, and which of them each layer
     has. Raises as ``read_rope``."""
+    if family.rope_parameters:
+        config = copy.copy(config)
+        config.rope_parameters = dict(family.rope_parameters)
     kinds = family.ropes or ("",) * config.num_hidden_layers
     named = [kind for kind in dict.fromkeys(kinds) if kind is not None]
     read = [read_rope(config, head_dim, max_seq_len, family, kind) for kind in named]
@@ -108,8 +112,9 @@ def read_rope(
             "a head has no more",
             "correct config.json",
         )
+    turned = -rotated if family.backward else rotated
     return Rope(
-        inv_freq=(*rotated.tolist(), *[0.0] * left),
+        inv_freq=(*turned.tolist(), *[0.0] * left),
         amplitude=(*[float(scale)] * len(rotated), *[1.0] * left),
         rotary_dim=2 * len(rotated),
         interleaved=family.interleaved,

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.families import FAMILIES, Family
+from kvlathe.export.families import FAMILIES, SUPPORTED, TEXT_PARTS, Family
 from kvlathe.export.families.unknown import why_unknown
 from kvlathe.export.model.packed import has_mxfp4, read_packing
 from kvlathe.export.model.rope import Rope, read_ropes
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 """The fields of config.json."""
-TEXT_PARTS = {"gemma3": "gemma3_text"}
-"""Model types of which the part that reads and writes text is run -> that part's."""
+HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of models with a head that writes text."""
 FOREIGN_SETTINGS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -137,11 +137,13 @@ def read_spec(
     and every setting that would change the result and is not supported (ALiBi,
     quantized weights, ...).
     """
-    raw = _text_part(read_config(Path(checkpoint_dir)))
-    _refuse_foreign(raw)
+    raw = read_config(Path(checkpoint_dir))
     config = _parse(raw)
-    family = cast("FamilyReader", FAMILIES[raw["model_type"]])(config)
-    _refuse_settings(raw, family)
+    family = cast("FamilyReader", FAMILIES[config.model_type])(config)
+    part = TEXT_PARTS.get(raw["model_type"])
+    if part is not None:
+        family = replace(family, beside=part.beside, inside=part.inside)
+    _refuse_settings(_text_settings(raw), family)
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -193,34 +195,33 @@ def read_config(folder: Path) -> Settings:
     return raw
 
 
-def _text_part(raw: Settings) -> Settings:
-    """The part for text of a model that also reads images."""
-    model_type = raw.get("model_type")
+def _text_settings(raw: Settings) -> Settings:
+    """Those of the part for text, where it is one of several."""
     text = raw.get("text_config")
-    if model_type not in TEXT_PARTS or not isinstance(text, dict):
+    if raw["model_type"] not in TEXT_PARTS or not isinstance(text, dict):
         return raw
-    tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-    return tied | text | {"model_type": model_type}
+    return text | {"model_type": raw["model_type"]}
 
 
 def _refuse_foreign(raw: Settings) -> None:
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise KvlatheError(
-            f"the model type {model_type!r} is not supported",
-            why_unknown(raw),
-            f"choose one of {', '.join(sorted(FAMILIES))}",
-        )
+    if raw.get("model_type") not in SUPPORTED:
+        raise _unsupported(raw)
     read_packing(raw)  # raises for codes that are not read
     names = raw.get("architectures") or []
-    if names and not any(
-        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names
-    ):
+    if names and not any(str(name).endswith(HEADS) for name in names):
         raise KvlatheError(
             f"the checkpoint is a {names[0]}",
             "an engine needs a language model's head",
             "give a causal LM",
         )
+
+
+def _unsupported(raw: Settings) -> KvlatheError:
+    return KvlatheError(
+        f"the model type {raw.get('model_type')!r} is not supported",
+        why_unknown(raw),
+        f"choose one of {', '.join(SUPPORTED)}",
+    )
 
 
 def _refuse_settings(raw: Settings, family: Family) -> None:
@@ -235,16 +236,16 @@ def _refuse_settings(raw: Settings, family: Family) -> None:
 
 def _parse(raw: Settings) -> PreTrainedConfig:
     """transformers' own reading knows every default and older spelling; the class is
-    chosen here, not by the folder."""
+    chosen here, not by the folder. The part for text, where it is one of several."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    given = str(raw["model_type"])
-    kind = TEXT_PARTS.get(given, given)
+    _refuse_foreign(raw)
+    kind = raw["model_type"]
     try:
         plain = {key: raw[key] for key in raw if key != "quantization_config"}
         if has_mxfp4(raw):
             plain = dict(raw)
-        return CONFIG_MAPPING[kind].from_dict(plain | {"model_type": kind})
+        config = CONFIG_MAPPING[kind].from_dict(plain)
     except (
         Exception
     ) as error:  # its validators raise many kinds; each means that the file is at fault
@@ -253,6 +254,13 @@ def _parse(raw: Settings) -> PreTrainedConfig:
             " ".join(str(error).split()),
             "correct config.json",
         ) from error
+    if kind not in TEXT_PARTS:
+        return config
+    text = config.get_text_config()
+    if text.model_type not in FAMILIES:
+        raise _unsupported(text.to_dict())
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 def _served(max_positions: int, asked: int | None) -> int:
@@ -283,7 +291,7 @@ def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> Non
             "heads have an even number of dims",
             "correct config.json",
         )
-    if family.activation not in ACTIVATIONS:
+    if family.activation not in ACTIVATIONS and "curve" not in family.names:
         raise KvlatheError(
             f"the activation {family.activation!r} is not supported",
             "",

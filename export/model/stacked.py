@@ -1,5 +1,6 @@
-"""Tensors of a layer that the checkpoint stores under names without an ending: sinks,
-and all experts in one stack, as numbers or in MXFP4 (gpt-oss).
+"""Tensors of a layer that the checkpoint stores in a way of their own: sinks, what
+corrects a router's choice, the numbers of a learned activation, and all experts in one
+stack, as numbers or in MXFP4 (gpt-oss).
 
 MXFP4 (OCP Microscaling Formats 1.0): 32 codes of 4 bits (E2M1) share a scale of 8 bits
 (E8M0, a power of two). Two codes are a byte, the first in its low bits. Codes run along
@@ -11,23 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.export.families import Experts
 from kvlathe.export.model.spec import DecoderSpec
 
 Read = Callable[[str], Tensor]
 """The folder's tensor of a name, as it is stored."""
 SINKS = "attend.sinks"
+CORRECTION = "experts.correction"
+CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of an xIELU, as its module stores them."""
+CURVE = tuple(f"curve.{part}" for part in CURVE_PARTS)
 MAPS = {"gate": "experts_gate_up", "up": "experts_gate_up", "down": "experts_down"}
 """Name in the decoder's ``experts.<name>`` -> role."""
-STACKED = (
-    "experts.router",
-    "experts.router_bias",
-    *(f"experts.{name}{end}" for name in MAPS for end in ("", "_bias")),
-)
+STACKED = ("experts.router", *(f"experts.{name}" for name in MAPS))
+BIASES = tuple(f"{name}_bias" for name in STACKED)
 ROLES = {
     SINKS: ("sinks",),
-    **dict.fromkeys(STACKED, ("router", *MAPS.values())),
+    CORRECTION: ("router_correction",),
+    **dict.fromkeys(CURVE, ("curve",)),
+    **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values())),
 }
 """The family's roles that such tensors are stored under."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -36,48 +42,71 @@ BLOCK = 32
 EXPONENT_BIAS = 127
 
 
-def own_names(spec: DecoderSpec) -> tuple[str, ...]:
-    """The decoder's names of such tensors of one layer."""
-    experts = spec.family.experts
-    names = STACKED if experts is not None and experts.stacked else ()
-    return (*names, SINKS) if "sinks" in spec.family.names else names
+def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
+    """The decoder's names of such tensors of one layer; none around the layers."""
+    if layer is None:
+        return ()
+    roles = spec.family.roles(layer)
+    experts = spec.family.experts_of(layer)
+    names: list[str] = []
+    if experts is not None and experts.stacked:
+        for name in STACKED:
+            names += [name, f"{name}_bias"] if experts.biased else [name]
+    if experts is not None and experts.corrected:
+        names.append(CORRECTION)
+    return (*names, *(one for one in (*CURVE, SINKS) if ROLES[one][0] in roles))
 
 
 def is_own(spec: DecoderSpec, name: str) -> bool:
     """Whether the decoder's tensor ``name`` is one of them."""
-    return _split(name)[1] in own_names(spec)
+    layer, own = _split(name)
+    return own in own_names(spec, layer)
 
 
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """The checkpoint's names of them, with their shapes."""
-    family = spec.family
     found: dict[str, tuple[int, ...]] = {}
     for layer in range(spec.layers):
-        if "sinks" in family.names:
+        own = own_names(spec, layer)
+        if SINKS in own:
             found[_stored(spec, "sinks", layer)] = (spec.query_heads,)
-        experts = family.experts
-        if experts is None or not experts.stacked:
+        if CURVE[0] in own:
+            module = _stored(spec, "curve", layer)
+            for part, shape in zip(CURVE_PARTS, ((1,), (1,), (), ()), strict=True):
+                found[f"{module}.{part}"] = shape
+        experts = spec.family.experts_of(layer)
+        if experts is None:
             continue
-        count, hidden, inner = (
-            experts.count,
-            spec.hidden_size,
-            experts.intermediate_size,
-        )
-        router = _stored(spec, "router", layer)
-        found[f"{router}.weight"] = (count, hidden)
+        if CORRECTION in own:
+            shape = (*experts.correction_lead, experts.count)
+            found[_stored(spec, "router_correction", layer)] = shape
+        if experts.stacked:
+            found |= _stack_shapes(spec, experts, layer)
+    return found
+
+
+def _stack_shapes(
+    spec: DecoderSpec, experts: Experts, layer: int
+) -> dict[str, tuple[int, ...]]:
+    """All experts of one layer, and the router."""
+    count, hidden, inner = experts.count, spec.hidden_size, experts.intermediate_size
+    router = _stored(spec, "router", layer)
+    found: dict[str, tuple[int, ...]] = {f"{router}.weight": (count, hidden)}
+    if experts.biased:
         found[f"{router}.bias"] = (count,)
-        for role, ins, outs in (
-            ("experts_gate_up", hidden, 2 * inner),
-            ("experts_down", inner, hidden),
-        ):
-            stored = _stored(spec, role, layer)
+    for role, ins, outs in (
+        ("experts_gate_up", hidden, 2 * inner),
+        ("experts_down", inner, hidden),
+    ):
+        stored = _stored(spec, role, layer)
+        if experts.biased:
             found[f"{stored}_bias"] = (count, outs)
-            if experts.mxfp4:
-                blocks = (count, outs, ins // BLOCK)
-                found[f"{stored}_blocks"] = (*blocks, BLOCK // 2)
-                found[f"{stored}_scales"] = blocks
-            else:
-                found[stored] = (count, ins, outs)
+        if experts.mxfp4:
+            blocks = (count, outs, ins // BLOCK)
+            found[f"{stored}_blocks"] = (*blocks, BLOCK // 2)
+            found[f"{stored}_scales"] = blocks
+        else:
+            found[stored] = (count, outs, ins) if experts.out_in else (count, ins, outs)
     return found
 
 
@@ -94,6 +123,10 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if own == SINKS:
         every = stored(_stored(spec, "sinks", layer)).float()
         return every.unflatten(0, (spec.kv_heads, spec.group_size))
+    if own in CURVE:
+        return _of_curve(own, _stored(spec, "curve", layer), stored)
+    if own == CORRECTION:
+        return stored(_stored(spec, "router_correction", layer)).float().flatten()
     _, _, part = own.partition(".")
     role = part.removesuffix("_bias")
     is_bias = role != part
@@ -102,18 +135,41 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
         if is_bias:
             return stored(f"{router}.bias").float()
         return stored(f"{router}.weight").float().T.contiguous()
-    first = ("gate", "up").index(role) if role != "down" else 0
-    step = 1 if role == "down" else 2  # gate and up are stored in turn
-    at = _stored(spec, MAPS[role], layer)
-    if is_bias:
-        bias = stored(f"{at}_bias").float()
-        return bias if role == "down" else bias[:, None, first::step].contiguous()
     experts = spec.family.experts
     assert experts is not None
-    if not experts.mxfp4:
-        return stored(at)[..., first::step].float().contiguous()
-    blocks = stored(f"{at}_blocks")[:, first::step]  # [E, out, n, 16]
-    return dequantize(blocks, stored(f"{at}_scales")[:, first::step]).mT.contiguous()
+    at = _stored(spec, MAPS[role], layer)
+    outputs = _outputs(experts, role)
+    if is_bias:
+        bias = stored(f"{at}_bias").float()
+        return bias if role == "down" else bias[:, None, outputs].contiguous()
+    if experts.mxfp4:
+        blocks = stored(f"{at}_blocks")[:, outputs]  # [E, out, n, 16]
+        scales = stored(f"{at}_scales")[:, outputs]
+        return dequantize(blocks, scales).mT.contiguous()
+    every = stored(at)
+    every = every.mT if experts.out_in else every  # [E, in, out]
+    return every[..., outputs].float().contiguous()
+
+
+def _outputs(experts: Experts, role: str) -> slice:
+    """A map's outputs among those of its stored tensor."""
+    if role == "down":
+        return slice(None)
+    part = ("gate", "up").index(role)
+    if experts.halves:
+        size = experts.intermediate_size
+        return slice(part * size, (part + 1) * size)
+    return slice(part, None, 2)  # gate and up are stored in turn
+
+
+def _of_curve(own: str, module: str, stored: Read) -> Tensor:
+    """[1] as ``xielu`` takes it: alphas are stored before a softplus."""
+    part = own.partition(".")[2]
+    number = stored(f"{module}.{part}").float().reshape(1)
+    if part not in CURVE_PARTS[:2]:
+        return number
+    least = stored(f"{module}.beta").float() if part == "alpha_n" else 0.0
+    return F.softplus(number) + least
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -131,4 +187,4 @@ def _split(name: str) -> tuple[int | None, str]:
 
 
 def _stored(spec: DecoderSpec, role: str, layer: int) -> str:
-    return spec.family.names[role].replace("{i}", str(layer))
+    return spec.family.roles(layer)[role].replace("{i}", str(layer))

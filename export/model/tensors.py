@@ -8,8 +8,8 @@ checkpoint's; a fused one holds several roles.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -58,11 +58,11 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         *([] if spec.tied_head else ["head"]),
     ]
     names = [name for place in places for name in _kinds(spec, place)]
-    experts = spec.family.experts
-    apart = experts is not None and not experts.stacked
-    of_layer = [*(EXPERT_ROLES if apart else ()), *stacked.own_names(spec)]
     for layer in range(spec.layers):
-        names += [f"layers.{layer}.{own}" for own in of_layer]
+        experts = spec.family.experts_of(layer)
+        apart = EXPERT_ROLES if experts is not None and not experts.stacked else ()
+        for own in (*apart, *stacked.own_names(spec, layer)):
+            names.append(f"layers.{layer}.{own}")
     return tuple(names)
 
 
@@ -79,34 +79,54 @@ def expert_names(spec: DecoderSpec, name: str) -> list[str]:
 
 
 def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
-    role = place.rsplit(".", 1)[-1]
-    if _stored_role(spec, role) is not None:
+    layer, role, _ = split_name(f"{place}.weight")
+    if _stored_role(spec, role, layer) is not None:
         yield f"{place}.weight"
-        if has_bias(spec, role) or is_added(spec, f"{place}.bias"):
+        if has_bias(spec, role) or made(spec, f"{place}.bias") is not None:
             yield f"{place}.bias"
 
 
-def is_added(spec: DecoderSpec, name: str) -> bool:
-    """Whether the decoder's tensor ``name`` is not in the checkpoint, and zeros: the
-    bias of a layer norm that has none."""
+def made(spec: DecoderSpec, name: str) -> Tensor | None:
+    """The decoder's tensor ``name``, where no checkpoint stores it: weights of norms
+    that have none, the bias of a layer norm that has none, positions of sines."""
     _, role, kind = split_name(name)
     family = spec.family
-    has_none = family.norm == "layer" and not family.norm_bias
-    return has_none and kind == "bias" and role in NORMS
+    if role in NORMS:
+        if kind == "weight" and not family.norm_weight:
+            return torch.ones(spec.hidden_size)
+        if kind == "bias" and family.norm == "layer" and not family.norm_bias:
+            return torch.zeros(spec.hidden_size)
+    if role in QK_NORMS and kind == "weight" and not family.qk_norm_weight:
+        return torch.ones(qk_norm_width(spec, role))
+    if role == "positions" and kind == "weight" and family.sinusoidal:
+        return _sines(spec)
+    return None
 
 
-def _stored_role(spec: DecoderSpec, role: str) -> str | None:
+def _sines(spec: DecoderSpec) -> Tensor:
+    """[max_positions, D] of the tokens, in the order of fairseq: all sines, then all
+    cosines."""
+    half = spec.hidden_size // 2
+    steps = torch.arange(half).float() * -(math.log(1e4) / (half - 1))
+    offset = spec.family.position_offset
+    places = torch.arange(offset, offset + spec.max_positions).float()
+    angles = places[:, None] * steps.exp()
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def _stored_role(spec: DecoderSpec, role: str, layer: int | None) -> str | None:
     """``role`` itself, the fused role that holds it, or None if the family has
-    neither."""
-    return next(
-        (name for name in (role, FUSED.get(role)) if name in spec.family.names), None
-    )
+    neither in this layer."""
+    names = spec.family.roles(layer)
+    return next((name for name in (role, FUSED.get(role)) if name in names), None)
 
 
 def has_bias(spec: DecoderSpec, role: str) -> bool:
     family = spec.family
     if role in NORMS:
         return family.norm == "layer" and family.norm_bias
+    if role in QK_NORMS:
+        return family.qk_norm == "layer" and family.qk_norm_weight
     groups = (
         ("head", family.head_bias),
         ("qkv", family.qkv_bias),
@@ -128,10 +148,10 @@ def split_name(name: str) -> tuple[int | None, str, str]:
 def stored_name(spec: DecoderSpec, name: str) -> str:
     """The checkpoint's name of the tensor that holds the decoder's tensor ``name``."""
     layer, role, kind = split_name(name)
-    stored = _stored_role(spec, role)
+    stored = _stored_role(spec, role, layer)
     if stored is None:
         raise KeyError(name)
-    return f"{spec.family.names[stored]}.{kind}".replace("{i}", str(layer))
+    return f"{spec.family.roles(layer)[stored]}.{kind}".replace("{i}", str(layer))
 
 
 def other_names(spec: DecoderSpec, name: str) -> list[str]:
@@ -139,37 +159,53 @@ def other_names(spec: DecoderSpec, name: str) -> list[str]:
     the first part (``transformer.h.0...`` is ``h.0...``), text parts of larger models
     have one more."""
     first, _, bare = name.partition(".")
-    if not spec.family.beside:
-        return [bare]
-    return [f"language_model.{name}", f"{first}.language_model.{bare}"]
+    inside = spec.family.inside
+    return [f"{inside}.{name}", f"{first}.{inside}.{bare}"] if inside else [bare]
 
 
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
     shapes = stacked.stored_shapes(spec)
-    whole = {name for own in stacked.own_names(spec) for name in stacked.ROLES[own]}
-    for role, name in spec.family.names.items():
+    around = {role: x for role, x in spec.family.names.items() if "{i}" not in x}
+    if spec.tied_head:
+        del around["head"]
+    shapes |= _shapes_of(spec, around, None)
+    for layer in range(spec.layers):
+        roles = spec.family.roles(layer).items()
+        of_layer = {role: name for role, name in roles if "{i}" in name}
+        shapes |= _shapes_of(spec, of_layer, layer)
+    return shapes
+
+
+def _shapes_of(
+    spec: DecoderSpec, names: Mapping[str, str], layer: int | None
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of some roles, of one layer or around the layers."""
+    whole: set[str] = set()
+    for own in stacked.own_names(spec, layer):
+        whole.update(stacked.ROLES[own])
+    experts = spec.family.experts.count if spec.family.experts else 1
+    shapes: dict[str, tuple[int, ...]] = {}
+    for role, name in names.items():
         if role in whole:
             continue
-        weight, bias = _stored_shape(spec, role)
-        experts = spec.family.experts.count if spec.family.experts else 1
-        for layer, expert in itertools.product(
-            range(spec.layers if "{i}" in name else 1),
-            range(experts if "{e}" in name else 1),
-        ):
+        weight, bias = _stored_shape(spec, role, layer)
+        if made(spec, f"{role}.weight") is not None:
+            continue
+        for expert in range(experts if "{e}" in name else 1):
             at = name.replace("{i}", str(layer)).replace("{e}", str(expert))
-            if role != "head" or not spec.tied_head:
-                shapes[f"{at}.weight"] = weight
+            shapes[f"{at}.weight"] = weight
             if has_bias(spec, role):
                 shapes[f"{at}.bias"] = bias
     return shapes
 
 
 def _stored_shape(
-    spec: DecoderSpec, role: str
+    spec: DecoderSpec, role: str, layer: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(weight, bias) of a stored role."""
-    d, hidden, inner = spec.head_dim, spec.hidden_size, spec.family.intermediate_size
+    d, hidden = spec.head_dim, spec.hidden_size
+    inner = 0 if layer is None else spec.family.inner(layer)
     q, kv = spec.query_heads * d, spec.kv_heads * d
     if role in ("embed", "head"):
         return (spec.vocab_size, hidden), (spec.vocab_size,)
@@ -178,7 +214,8 @@ def _stored_shape(
     if role in NORMS:
         return (hidden,), (hidden,)
     if role in QK_NORMS:
-        return (qk_norm_width(spec, role),), ()
+        width = qk_norm_width(spec, role)
+        return (width,), (width,)
     experts = spec.family.experts
     if experts is not None:
         own = experts.intermediate_size
@@ -229,10 +266,15 @@ def apply_factor(spec: DecoderSpec, name: str, tensor: Tensor) -> Tensor:
     A tied head reads the embedding with its factor, which the last norm takes out.
     """
     family = spec.family
-    _, role, kind = split_name(name)
+    layer, role, kind = split_name(name)
     if family.norm_offset and kind == "weight" and role in (*NORMS, *QK_NORMS):
         tensor = tensor + family.norm_offset
-    factor = family.factors.get(role, 1.0)
+    if role == "embed" and family.embed_norm:
+        mean = tensor.square().mean(-1, keepdim=True)
+        tensor = tensor / (mean + family.norm_eps).sqrt()
+    if layer is not None and role == "down" and family.experts_of(layer):
+        role = "shared_down"
+    factor = family.factors.get(EXPERT_ROLES.get(f"{role}.{kind}", role), 1.0)
     if role == "norm" and spec.tied_head:
         factor /= family.factors.get("embed", 1.0)
     return tensor if factor == 1.0 else tensor * factor
@@ -251,7 +293,7 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
         role == "head" or (layer is not None and not spec.family.in_out)
     ):
         stored = stored.T
-    if FUSED.get(role) in spec.family.names:
+    if FUSED.get(role) in spec.family.roles(layer):
         stored = _unfused(spec, role, stored)
     if spec.rope and role in ("q", "k", *QK_NORMS):
         order = torch.tensor(spec.rope.order, device=stored.device)
@@ -264,6 +306,9 @@ def _unfused(spec: DecoderSpec, role: str, stored: Tensor) -> Tensor:
     if role in ("gate", "up"):
         return stored.chunk(2, -1)[("gate", "up").index(role)]
     group, d, part = spec.group_size, spec.head_dim, ("q", "k", "v").index(role)
+    if spec.family.qkv_blocks:
+        blocks = stored.unflatten(-1, (spec.family.qkv_blocks, 3, -1))
+        return blocks[..., ("q", "v", "k").index(role), :].flatten(-2)
     if spec.family.grouped_qkv:
         heads = stored.unflatten(-1, (spec.kv_heads, group + 2, d))
         return heads.split([group, 1, 1], -2)[part].flatten(-3)

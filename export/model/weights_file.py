@@ -193,4 +193,5 @@ def wiring(spec: DecoderSpec) -> Wiring:
         wide_qk_norm=spec.family.wide_qk_norm,
         logit_softcap=spec.family.logit_softcap,
         routing=experts and routing_of(experts),
+        temperature=spec.family.temperature,
     )

@@ -54,6 +54,11 @@ class Layer(Protocol):
     def k_norm(self) -> RowMap | None: ...
 
     @property
+    def curve(self) -> RowMap | None:
+        """The activation of a plain MLP, where it is learned."""
+        ...
+
+    @property
     def experts(self) -> RowMap | None: ...
     @property
     def shared_gate(self) -> RowMap | None: ...
@@ -76,7 +81,11 @@ class Layer(Protocol):
 
 
 def run_layer(
-    layer: Layer, x: Tensor, attend: Attention, places: Tensor | None = None
+    layer: Layer,
+    x: Tensor,
+    attend: Attention,
+    places: Tensor | None = None,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """x [T, D] -> the next layer's x [T, D].
 
@@ -87,11 +96,12 @@ def run_layer(
             n                      parallel, one norm (Falcon 7B)
         y = a + W_down (activation(W_gate m) * W_up m)
 
-    Where it has experts, they are the MLP, with one that every token passes beside them
-    if there is a gate for it.
+    Where it has experts, they are the MLP, and one that every token passes may be
+    beside them.
     Where the model has QK-norms, each head's q and k (or all heads together) pass
-    through theirs first. Where it has norms of outputs, those of W_O and W_down pass
-    through theirs before they are added (Gemma 2, OLMo 2).
+    through theirs first; q is then times ``query_factors`` [T, 1]. Where it has norms
+    of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
+    2, OLMo 2).
 
     With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend``
     then gives o of no others.
@@ -103,6 +113,8 @@ def run_layer(
     if layer.q_norm is not None and layer.k_norm is not None:
         q = _qk_norm(layer, layer.q_norm, q)
         k = _qk_norm(layer, layer.k_norm, k)
+    if query_factors is not None:
+        q = q * query_factors.to(q.dtype)
     o = attend(q, k, v)
     if places is not None:
         x = x.index_select(0, places)
@@ -112,15 +124,10 @@ def run_layer(
     attended = _plus_o(layer, x, o)
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)
-    if layer.experts is not None:
-        attended = attended + layer.experts(mlp_input)
-        if layer.shared_gate is None:
-            return attended
-        share = layer.shared_gate(mlp_input).sigmoid()
-        return attended + share * _mlp(layer, mlp_input)
-    if layer.mlp_out_norm is None:
+    if layer.experts is None and layer.mlp_out_norm is None:
         return layer.add_down(attended, _mlp_inner(layer, mlp_input))
-    return attended + layer.mlp_out_norm(_mlp(layer, mlp_input))
+    out = (_mlp if layer.experts is None else _mixture)(layer, mlp_input)
+    return attended + (out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
 
 
 def _plus_o(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
@@ -135,6 +142,19 @@ def _mlp_input(layer: Layer, x: Tensor, normed: Tensor) -> Tensor:
     return normed if layer.mlp_out_norm is None else x
 
 
+def _mixture(layer: Layer, x: Tensor) -> Tensor:
+    """What the chosen experts give, and the one that every token passes, if there is
+    one."""
+    assert layer.experts is not None
+    out = layer.experts(x)
+    if layer.down is None:
+        return out
+    shared = _mlp(layer, x)
+    if layer.shared_gate is not None:
+        shared = layer.shared_gate(x).sigmoid() * shared
+    return out + shared
+
+
 def _mlp(layer: Layer, x: Tensor) -> Tensor:
     assert layer.down is not None
     return layer.down(_mlp_inner(layer, x))
@@ -142,6 +162,8 @@ def _mlp(layer: Layer, x: Tensor) -> Tensor:
 
 def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate_up(x)
+    if layer.curve is not None:
+        return layer.curve(up)
     if gate is None:
         return ACTIVATIONS[layer.activation](up)
     return layer.rows.gated(layer.activation, gate, up)

@@ -10,25 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlathe.layers.routing import Routing, choose
 from kvlathe.layers.rows import ACTIVATIONS
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Routing of tokens to experts: how many a token passes, and whether their weights
-    sum to 1. Where ``limit`` is not 0, experts compute gate sigmoid(alpha gate) (up +
-    1), with gate at most ``limit`` and up within it (gpt-oss, arXiv 2508.10925)."""
-
-    chosen: int
-    normalized: bool
-    alpha: float = 0.0
-    limit: float = 0.0
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """``router`` [D, E]; ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D]. Biases
-    [E], twice [E, 1, I], and [E, D]; or None."""
+    [E], twice [E, 1, I], and [E, D]; or None. ``correction`` [E]: as in ``choose``."""
 
     router: Tensor
     gate: Tensor
@@ -38,23 +27,27 @@ class ExpertWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    correction: Tensor | None = None
 
 
 def run_experts(
     x: Tensor, weights: ExpertWeights, routing: Routing, activation: str
 ) -> Tensor:
-    """x [T, D] -> [T, D]: the sum of the chosen experts' MLPs, each times its softmax
-    over all of them.
+    """x [T, D] -> [T, D]: the sum of the chosen experts' MLPs, each times its weight.
 
     Every expert computes every token, and those that were not chosen count 0: three
     products that every runtime has, and that can be captured. They cost E / chosen
     times the chosen ones' (docs/models.md).
     """
     shares = _shares(x, weights, routing).to(x.dtype)  # [T, E]
+    by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
+    if routing.at_input:  # one that was not chosen reads 0, and gives 0
+        every = every * by_expert
     gate = _biased(every @ weights.gate, weights.gate_bias)
     up = _biased(every @ weights.up, weights.up_bias)
-    counted = _gated(gate, up, routing, activation) * shares.T.unsqueeze(-1)
+    inner = _gated(gate, up, routing, activation)
+    counted = inner if routing.at_input else inner * by_expert
     out = (counted @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 
@@ -76,12 +69,12 @@ def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tenso
 def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
     """Weight of each expert for each token, [T, E] float32: 0 for most."""
     router = weights.router
+    if routing.scores == "sigmoid":  # scores lie close together
+        x, router = x.float(), router.float()
     logits = x @ router
     if weights.router_bias is not None:
         logits = logits + weights.router_bias
-    values, places = logits.float().softmax(-1).topk(routing.chosen, -1)
-    if routing.normalized:
-        values = values / values.sum(-1, keepdim=True)
-    experts = torch.arange(router.shape[1], device=x.device)
+    values, places = choose(logits, weights.correction, routing)  # [T, chosen]
+    experts = torch.arange(logits.shape[-1], device=x.device)
     is_chosen = places.unsqueeze(-1) == experts  # [T, chosen, E]
     return (is_chosen * values.unsqueeze(-1)).sum(-2)

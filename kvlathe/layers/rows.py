@@ -31,6 +31,17 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 model with another is refused."""
 
 
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
+) -> Tensor:
+    """xIELU of x (arXiv 2411.13010), whose numbers [1] are float32: alpha of positive
+    and of negative x, beta, and the bound of x before exp."""
+    wide = x.float()
+    positive = alpha_p * wide.square()
+    negative = alpha_n * (torch.expm1(wide.minimum(eps)) - wide)
+    return (torch.where(wide > 0, positive, negative) + beta * wide).to(x.dtype)
+
+
 class Rows:
     """The definition, in plain torch and float32. The exporter traces it.
 

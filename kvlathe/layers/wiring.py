@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvlathe.layers.experts import Routing
+from kvlathe.layers.routing import Routing
+from kvlathe.layers.temperature import Temperature
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Wiring:
     wide_qk_norm: bool = False
     logit_softcap: float = 0.0
     routing: Routing | None = None
+    temperature: Temperature | None = None
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
@@ -36,4 +38,7 @@ class Wiring:
             fields[name] = tuple(raw.get(name, ()))
         if fields.get("routing"):
             fields["routing"] = Routing(**fields["routing"])
+        if given := fields.get("temperature"):
+            layers = tuple(given["layers"])
+            fields["temperature"] = Temperature(**given | {"layers": layers})
         return cls(**fields)

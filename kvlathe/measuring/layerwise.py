@@ -29,6 +29,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.layer_runner import embed, rotator
 from kvlathe.export.search.sealed import SealedAttend
 from kvlathe.layers.decoder import logits, tied_head
+from kvlathe.layers.temperature import query_factors
 from kvlathe.measuring.sequences import Group, Passage
 from kvlathe.plan.plan import CompressionPlan
 
@@ -94,14 +95,22 @@ class LayerPair:
         self._rope = models.rope
         spec = models.checkpoint.spec
         self._rope_of = spec.rope_of[layer] if spec.rope else 0
+        self._temperature = spec.family.temperature
 
     def advance(self, running: Running) -> None:
         """Put a sequence through the layer, in place."""
-        step = self._step(running.hidden, running.start, 0)
-        running.hidden = self._layers[0](running.hidden, step)[0]
+        running.hidden = self._after(running.hidden, running.start, 0)
         if running.planned is not None:
-            step = self._step(running.planned, running.start, 1)
-            running.planned = self._layers[1](running.planned, step)[0]
+            running.planned = self._after(running.planned, running.start, 1)
+
+    def _after(self, hidden: Tensor, start: int, side: int) -> Tensor:
+        """[T, D] of tokens from place ``start`` on, after the layer."""
+        factors = None
+        if self._temperature is not None:
+            places = torch.arange(start, start + len(hidden), device=hidden.device)
+            factors = query_factors(self._temperature, places)
+        step = self._step(hidden, start, side)
+        return self._layers[side](hidden, step, query_factors=factors)[0]
 
     def _step(self, hidden: Tensor, start: int, side: int) -> StepTensors:
         """A whole sequence with nothing cached."""
@@ -122,7 +131,7 @@ def _layer(checkpoint: Checkpoint, plan: CompressionPlan, layer: int) -> Decoder
     with torch.device("meta"):
         attend = AttendLayer(plan, layer, spec.scale(layer))
         widths = Widths.folded(plan, layer)
-        return DecoderLayer(spec, widths, attend, torch.float32)
+        return DecoderLayer(spec, layer, widths, attend, torch.float32)
 
 
 def _exact(attend: torch.nn.Module) -> torch.nn.Module:

@@ -11,7 +11,11 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.model.spec import DecoderSpec
@@ -41,6 +45,71 @@ SMALL = ("hidden_size", "intermediate_size", "num_attention_heads")
 SMALL += ("image_size", "patch_size")
 QUARTER: dict[str, Any] = {"partial_rotary_factor": 0.25}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+TEMPERATURE: dict[str, Any] = {"rope_theta": 1e5, "llama_4_scaling_beta": 0.3}
+TWO_ROPES: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+ONE_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": None,
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.8,
+}
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+OLD: dict[str, Any] = {
+    "vocab_size": 97,
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+}
+SMALL_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "crop_size": 28,
+}
+SMALL_AUDIO: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_blocks": 2,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 16,
+    "depthwise_separable_out_channel": 16,
+    "nemo_conv_channels": 16,
+}
+SMALL_CODES: dict[str, Any] = {
+    "codebook_size": 8,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+    "hidden_size": 32,
+}
+SMALL_SAM: dict[str, Any] = {
+    "hidden_size": 16,
+    "output_channels": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "global_attn_indexes": [0],
+    "mlp_dim": 16,
+}
 
 HAS_BOUND = hasattr(transformers.GptOssConfig, "swiglu_limit")
 BOUNDED: dict[str, Any] = {"swiglu_limit": 1.0} if HAS_BOUND else {}
@@ -331,6 +400,221 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "ministral": (
+        "Ministral",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "ministral3": (
+        "Ministral3",
+        sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE),
+    ),
+    "ministral3-images": (
+        "Mistral3",
+        {
+            "text_config": sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE)
+            | {"model_type": "ministral3"},
+            "vision_config": dict.fromkeys(SMALL, 8)
+            | {"model_type": "pixtral", "num_hidden_layers": 1},
+        },
+    ),
+    "cwm": (
+        "Cwm",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)
+        | {
+            "rope_parameters": LLAMA3
+            | {"original_max_position_embeddings": 64, "rope_theta": 1e5}
+        },
+    ),
+    "internlm3": ("InternLM3", sizes(64, 4, 2, 32, qkv_bias=True, bias=True)),
+    "iquestcoder": ("IQuestCoder", sizes(64, 4, 2, 32)),
+    "apertus": (
+        "Apertus",
+        sizes(
+            64,
+            4,
+            2,
+            rope_parameters=LLAMA3
+            | {"original_max_position_embeddings": 64, "rope_theta": 1e5},
+        ),
+    ),
+    "jais2": ("Jais2", sizes(128, 4, 2)),
+    "olmo": ("Olmo", sizes(128, 4, 2)),
+    "nanochat": ("NanoChat", sizes(128, 4, 2, final_logit_softcapping=4.0)),
+    "vaultgemma": (
+        "VaultGemma",
+        sizes(48, 4, 2, 32, num_hidden_layers=3, sliding_window=20)
+        | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 4.0},
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        sizes(128, 4, 2, embedding_multiplier=6.0, residual_multiplier=0.4)
+        | {"attention_multiplier": 0.2, "logits_scaling": 0.5},
+    ),
+    "hyperclovax-without-norms": (
+        "HyperCLOVAX",
+        sizes(128, 4, 2, residual_multiplier=0.4, use_post_norm=False),
+    ),
+    "granite_swa": (
+        "GraniteSWA",
+        sizes(128, 4, 2, num_hidden_layers=3, sliding_window=24, **GRANITE)
+        | {"layer_rope_theta": [1e4, 0, 1e5]},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE),
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
+        | {"shared_intermediate_size": 40},
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        sizes(128, 4, 2, num_local_experts=5, num_experts_per_tok=2, **GRANITE)
+        | {"num_hidden_layers": 3, "sliding_window": 24}
+        | {"shared_intermediate_size": 40, "layer_rope_theta": [0, 1e4, 1e5]},
+    ),
+    "qwen3_moe-some-plain": (
+        "Qwen3Moe",
+        sizes(48, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
+        | {"num_hidden_layers": 3, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [0], "decoder_sparse_step": 1},
+    ),
+    "mellum": (
+        "Mellum",
+        sizes(48, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
+        | {"num_hidden_layers": 3, "moe_intermediate_size": 24, "sliding_window": 24}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"rope_parameters": TWO_ROPES},
+    ),
+    "flex_olmo": (
+        "FlexOlmo",
+        sizes(128, 4, 2, num_experts=5, num_experts_per_tok=2, **PHI),
+    ),
+    "aria_text": (
+        "AriaText",
+        sizes(128, 4, 2, moe_num_experts=5, moe_topk=2, moe_num_shared_experts=2),
+    ),
+    "phimoe": (
+        "Phimoe",
+        sizes(128, 4, 2, num_local_experts=5, attention_bias=True, lm_head_bias=True)
+        | {"sliding_window": 40, "router_jitter_noise": 0.1},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",
+        sizes(64, 4, 2, 32, num_hidden_layers=4, sliding_window=24, **PHI)
+        | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56}
+        | {"sliding_window_pattern": 2, "logit_scale": 0.75},
+    ),
+    "cohere2_moe-sigmoid": (
+        "Cohere2Moe",
+        sizes(64, 4, 2, 32, sliding_window=24, rms_norm_eps=1e-5, **PHI)
+        | {"num_experts": 5, "num_experts_per_tok": 2, "num_shared_experts": 1}
+        | {"shared_expert_combination_strategy": "sum", "norm_topk_prob": False}
+        | {"expert_selection_fn": "sigmoid", "logit_scale": 1.0},
+    ),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        sizes(128, 4, 2, num_hidden_layers=3, sliding_window=24, **PHI)
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": ONE_ROPE, "logit_scale": 0.75},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, use_qk_norm=True, **GROUPED)
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True},
+    ),
+    "glm4_moe-plain": (
+        "Glm4Moe",
+        sizes(64, 4, 2, 32, **GROUPED)
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        sizes(64, 4, 2, 32, n_shared_experts=2, **GROUPED),
+    ),
+    "dots1": (
+        "Dots1",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, n_shared_experts=2, **GROUPED)
+        | {"first_k_dense_replace": 1, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        sizes(64, 4, 2, 32, num_hidden_layers=4, sliding_window=24, num_experts=8)
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"n_group": 4, "topk_group": 2, "num_shared_experts": 2},
+    ),
+    "hy_v3": (
+        "HYV3",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_shared_experts=2)
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        sizes(64, 4, 2, 32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, moe_num_experts=6, use_bias=True)
+        | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+        | {"tie_word_embeddings": False},
+    ),
+    "ernie4_5_moe-alone": (
+        "Ernie4_5_Moe",
+        sizes(64, 4, 2, 32, num_hidden_layers=4, moe_num_experts=6)
+        | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
+        | {"moe_layer_interval": 2},
+    ),
+    "phi4_multimodal": (
+        "Phi4Multimodal",
+        sizes(128, 4, 2, **PHI)
+        | {"vision_config": SMALL_VISION, "audio_config": SMALL_AUDIO},
+    ),
+    "emu3": (
+        "Emu3",
+        {
+            "text_config": sizes(128, 4, 2, **PHI),
+            "vq_config": SMALL_CODES,
+            "vocabulary_map": {f"<|visual token {i:06d}|>": i for i in range(8)}
+            | {"<|extra_200|>": 9},
+        },
+    ),
+    "got_ocr2": (
+        "GotOcr2",
+        {
+            "text_config": sizes(128, 4, 2) | {"model_type": "qwen2"},
+            "vision_config": SMALL_SAM,
+        },
+    ),
+    "fuyu": (
+        "Fuyu",
+        {
+            "text_config": sizes(128, 4, 4) | {"model_type": "persimmon"},
+            "image_size": 8,
+            "patch_size": 4,
+        },
+    ),
+    "persimmon": ("Persimmon", sizes(128, 4, 4)),
+    "biogpt": ("BioGpt", sizes(128, 4, 4)),
+    "xglm": (
+        "XGLM",
+        {"vocab_size": 97, "d_model": 128, "num_layers": 2, "attention_heads": 4}
+        | {"ffn_dim": 88, "max_position_embeddings": 512},
+    ),
+    "gptj": ("GPTJ", OLD | {"rotary_dim": 8}),
+    "codegen": ("CodeGen", OLD | {"rotary_dim": 8, "n_head": 8, "n_embd": 256}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4}
+        | {"max_position_embeddings": 512, "window_size": 24}
+        | {"attention_types": [[["global", "local"], 1]]},
+    ),
+    "gpt_bigcode": ("GPTBigCode", OLD),
+    "gpt_bigcode-heads": ("GPTBigCode", OLD | {"multi_query": False}),
 }
 """Every family and every setting that changes what it computes: name -> (transformers
 class prefix, config)."""
@@ -352,7 +636,9 @@ def make_model(
     config = getattr(transformers, f"{kind}Config")(
         **settings, attn_implementation="eager"
     )
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    part = "text_config" in settings
+    of_kind = AutoModelForImageTextToText if part else AutoModelForCausalLM
+    model = of_kind.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
@@ -362,6 +648,9 @@ def make_model(
                 )
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # a router's, which training fits
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder, **save)
     vocabulary = config.get_text_config().vocab_size
     words = {f"t{i}": i for i in range(vocabulary)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
-from kvlathe.export.families import FAMILIES as KNOWN
+from kvlathe.export.families import SUPPORTED
 from kvlathe.export.families.gpt_oss import gpt_oss
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -196,9 +196,9 @@ def config_of(kind: str, **changes: object) -> dict[str, Any]:
 REFUSED = {
     "no family": (
         {"vocab_size": 3},
-        f"Choose one of {', '.join(sorted(KNOWN))}",
+        f"Choose one of {', '.join(SUPPORTED)}",
     ),
-    "bloom": (config_of("bloom"), "Choose one of arcee, cohere"),
+    "bloom": (config_of("bloom"), "Choose one of apertus, arcee"),
     "alibi": (config_of("falcon", alibi=True), "ALiBi"),
     "falcon block": (config_of("falcon", num_ln_in_parallel_attn=2), "2 norms"),
     "layer type": (
@@ -224,9 +224,19 @@ REFUSED = {
         config_of("gpt_oss", quantization_config={"quant_method": "other"}),
         "quantized",
     ),
-    "some experts": (
-        config_of("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[1]),
-        "plain MLP",
+    "clipped": (config_of("olmo", clip_qkv=8.0), "bounds q, k and v"),
+    "tied with a bias": (config_of("gptj", tie_word_embeddings=True), "has a bias"),
+    "tied with a norm": (
+        config_of("nanochat", tie_word_embeddings=True),
+        "the norm of embeddings",
+    ),
+    "experts without a range": (
+        config_of("phimoe", num_key_value_heads=2, router_jitter_noise=0.0),
+        "SparseMixer",
+    ),
+    "text of no family": (
+        {"model_type": "mistral3", "text_config": {"model_type": "bloom"}},
+        "bias by distance",
     ),
     "both ways": (
         config_of("gemma3_text", use_bidirectional_attention=True),

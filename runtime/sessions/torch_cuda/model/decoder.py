@@ -27,7 +27,8 @@ from kvlathe.layers.decoder import (
     tied_head,
 )
 from kvlathe.layers.experts import ExpertWeights, run_experts
-from kvlathe.layers.rows import Rows
+from kvlathe.layers.rows import Rows, xielu
+from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.model.coded import coded_product
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
@@ -70,7 +71,7 @@ class TorchDecoder:
         rows = rows or FusedRows()
         self.wiring, self.group, self.first_token = wiring, group, first_token
         self.layers = [
-            _Layer(wiring, rows, _taken(tensors, f"layers.{i}."), group)
+            _Layer(wiring, i, rows, _taken(tensors, f"layers.{i}."), group)
             for i in range(len(wiring.scales))
         ]
         self.embed = tensors["embed.weight"]
@@ -115,10 +116,13 @@ class TorchDecoder:
         """x [T, D] after ``layers``; x itself may hold it, too. With ``rows`` [R], which
         tokens leave the last of them: [R, D]."""
         angles = self._angles(positions, x.dtype)
+        warmth = self.wiring.temperature
+        factors = None if warmth is None else query_factors(warmth, positions)
         ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i in layers:
             leave = rows if i == layers[-1] else None
-            x = self.layers[i](x, partial(attend, i), angles[ropes[i]], leave)
+            rope = angles[ropes[i]]
+            x = self.layers[i](x, partial(attend, i), rope, leave, factors)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -156,9 +160,15 @@ class _Layer:
     """One layer; ``tensors`` by role."""
 
     def __init__(
-        self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], group: ShardGroup
+        self,
+        wiring: Wiring,
+        layer: int,
+        rows: Rows,
+        tensors: dict[str, Tensor],
+        group: ShardGroup,
     ) -> None:
         self.group = group
+        self.layer, self.temperature = layer, wiring.temperature
         self.parallel = wiring.parallel
         self.head_dim = wiring.head_dim
         self.activation = wiring.activation
@@ -181,6 +191,8 @@ class _Layer:
         else:
             self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self.experts = _experts(wiring, _taken(tensors, "experts."))
+        curve = _taken(tensors, "curve.")
+        self.curve = partial(xielu, **curve) if curve else None
         shared_gate = tensors.pop("shared_gate.weight", None)
         self.shared_gate = None if shared_gate is None else Linear(shared_gate, None)
         gate_up_roles = [role for role in ("gate", "up") if has_map(tensors, role)]
@@ -204,15 +216,19 @@ class _Layer:
         attend: Callable[..., Tensor],
         angles: Angles | None,
         rows: Tensor | None = None,
+        query_factors: Tensor | None = None,
     ) -> Tensor:
         """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
-        tokens alone, [R, D]."""
+        tokens alone, [R, D]. Queries times ``query_factors`` [T, 1], where this layer
+        takes them."""
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = attend(q, k, v, angles, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attention, rows)
+        if query_factors is not None and self.temperature is not None:
+            query_factors = self.temperature.of(self.layer, query_factors)
+        return run_layer(self, x, attention, rows, query_factors)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         v, q, k, _ = self.qkv_map(x).split_with_sizes(self.qkv_widths, -1)
@@ -227,7 +243,9 @@ class _Layer:
 
     def add_o(self, x: Tensor, o: Tensor) -> Tensor:
         part = self.o.begin(x, o)
-        return part if self.parallel else self.group.sum(part)
+        # The sum of a parallel block waits for that of the MLP; experts have none.
+        waits = self.parallel and self.experts is None
+        return part if waits else self.group.sum(part)
 
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
         assert self.down is not None

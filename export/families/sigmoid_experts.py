@@ -1,0 +1,268 @@
+"""GLM-4.5 to 4.7, Solar Open, dots.llm1, K-EXAONE, Hy3, MiniMax-M2 and Ernie 4.5 MoE:
+experts chosen by scores with a correction, in most models by sigmoids (DeepSeek-V3,
+arXiv 2412.19437). An expert that every token passes may be beside them, and the first
+layers may have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.families.experts import (
+    COUNTS,
+    EXPERTS,
+    MIXTRAL_EXPERTS,
+    WITHOUT_MLP,
+    not_sparse,
+    with_dense,
+)
+from kvlathe.export.families.family import Experts, Family
+from kvlathe.export.families.qwen import QK_NORMS
+from kvlathe.export.families.windows import sliding_layers
+
+if TYPE_CHECKING:
+    from transformers import (
+        Dots1Config,
+        Ernie4_5_MoeConfig,
+        ExaoneMoeConfig,
+        Glm4MoeConfig,
+        HYV3Config,
+        MiniMaxM2Config,
+        SolarOpenConfig,
+    )
+
+CORRECTION = {"router_correction": "model.layers.{i}.mlp.gate.e_score_correction_bias"}
+SHARED = {
+    "gate": "model.layers.{i}.mlp.shared_experts.gate_proj",
+    "up": "model.layers.{i}.mlp.shared_experts.up_proj",
+    "down": "model.layers.{i}.mlp.shared_experts.down_proj",
+}
+NAMES = WITHOUT_MLP | EXPERTS | CORRECTION | SHARED
+MINIMAX_CORRECTION = {
+    "router_correction": "model.layers.{i}.block_sparse_moe.e_score_correction_bias"
+}
+LEAST_SUM = 1e-9
+"""Sums of chosen softmaxes that no model reaches."""
+
+
+class Grouped(Protocol):
+    """Fields of a configuration with such experts."""
+
+    @property
+    def num_experts_per_tok(self) -> int | None: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def norm_topk_prob(self) -> bool | None: ...
+    @property
+    def n_group(self) -> int | None: ...
+    @property
+    def topk_group(self) -> int | None: ...
+
+
+def glm4_moe(config: Glm4MoeConfig) -> Family:
+    """QK-norms in some models, RoPE on a part of each head. What guesses further tokens
+    (multi-token prediction) is left out."""
+    family = Family(
+        names=NAMES | (QK_NORMS if config.use_qk_norm else {}),
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
+        qkv_bias=config.attention_bias,
+        partial_rotary=True,
+        experts=_grouped(config, config.n_routed_experts),
+        factors={"experts_down": config.routed_scaling_factor},
+        beside=(f"layers.{config.num_hidden_layers}.",),
+        settings=COUNTS,
+    )
+    first = min(config.first_k_dense_replace, config.num_hidden_layers)
+    return with_dense(family, range(first), config.intermediate_size)
+
+
+def solar_open(config: SolarOpenConfig) -> Family:
+    """Experts in every layer, RoPE on whole heads."""
+    return Family(
+        names=NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
+        qkv_bias=config.attention_bias,
+        experts=_grouped(config, config.n_routed_experts),
+        factors={"experts_down": config.routed_scaling_factor},
+        settings=COUNTS,
+    )
+
+
+def dots1(config: Dots1Config) -> Family:
+    """QK-norms, and windows in the last layers of some models."""
+    family = Family(
+        names=NAMES | QK_NORMS,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        windows=sliding_layers(config),
+        experts=_grouped(config, config.n_routed_experts or 0),
+        factors={"experts_down": config.routed_scaling_factor},
+        settings=COUNTS,
+    )
+    first = min(config.first_k_dense_replace or 0, config.num_hidden_layers)
+    return with_dense(family, range(first), config.intermediate_size)
+
+
+def exaone_moe(config: ExaoneMoeConfig) -> Family:
+    """QK-norms. If some layers have windows, the others have no positions."""
+    windows = sliding_layers(config)
+    ropes: tuple[str | None, ...] = ()
+    if config.sliding_window is not None:
+        ropes = tuple("" if window else None for window in windows)
+    own = {"router_correction": "model.layers.{i}.mlp.e_score_correction_bias"}
+    family = Family(
+        names=NAMES | QK_NORMS | own,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.moe_intermediate_size * config.num_shared_experts,
+        windows=windows,
+        ropes=ropes,
+        experts=_grouped(config, config.num_experts),
+        factors={"experts_down": config.routed_scaling_factor},
+        beside=("mtp.",),
+        settings=COUNTS,
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
+
+
+def hy_v3(config: HYV3Config) -> Family:
+    """QK-norms, no groups of experts."""
+    own = {
+        "router": "model.layers.{i}.mlp.router.gate",
+        "router_correction": "model.layers.{i}.mlp.expert_bias",
+        "gate": "model.layers.{i}.mlp.shared_mlp.gate_proj",
+        "up": "model.layers.{i}.mlp.shared_mlp.up_proj",
+        "down": "model.layers.{i}.mlp.shared_mlp.down_proj",
+    }
+    experts = Experts(
+        count=config.num_experts or 0,
+        chosen=config.num_experts_per_tok or 0,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=True,
+        scores="sigmoid",
+        corrected=True,
+    )
+    family = Family(
+        names=NAMES | QK_NORMS | own,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.moe_intermediate_size
+        * (config.num_shared_experts or 0),
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        experts=experts,
+        factors={"experts_down": config.router_scaling_factor},
+        beside=(f"layers.{config.num_hidden_layers}.",),
+        settings=COUNTS,
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
+
+
+def minimax_m2(config: MiniMaxM2Config) -> Family:
+    """QK-norms of all heads together, RoPE on a part of each head; every token passes
+    chosen experts alone."""
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normalized=True,
+        scores="sigmoid",
+        corrected=True,
+    )
+    return Family(
+        names=WITHOUT_MLP | MIXTRAL_EXPERTS | QK_NORMS | MINIMAX_CORRECTION,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        wide_qk_norm=True,
+        partial_rotary=True,
+        experts=experts,
+        settings=COUNTS,
+    )
+
+
+def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
+    """Softmaxes with a correction; RoPE of neighbouring dims. Raises KvlatheError where
+    the sum of weights is bounded."""
+    if (config.moe_norm_min or 0.0) > LEAST_SUM:
+        raise KvlatheError(
+            f"config.json sets moe_norm_min to {config.moe_norm_min:g}",
+            "no record bounds the sum of experts' weights",
+            "choose another checkpoint",
+        )
+    names = WITHOUT_MLP | EXPERTS | SHARED
+    shared = config.moe_num_shared_experts or 0
+    if not shared:
+        names = WITHOUT_MLP | EXPERTS
+    correction = "model.layers.{i}.mlp.moe_statics.e_score_correction_bias"
+    bias = bool(config.use_bias)
+    experts = Experts(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=True,
+        corrected=True,
+        correction_lead=(1,),
+    )
+    family = Family(
+        names=names | {"router_correction": correction},
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.moe_intermediate_size * shared,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        head_bias=bias,
+        interleaved=True,
+        experts=experts,
+        beside=("mtp",),
+        settings=COUNTS,
+    )
+    first, last = config.moe_layer_start_index or 0, config.moe_layer_end_index or 0
+    step = config.moe_layer_interval or 1
+    dense = [
+        i
+        for i in range(config.num_hidden_layers)
+        if not first <= i <= last or (i + 1) % step
+    ]
+    return with_dense(family, dense, config.intermediate_size)
+
+
+def _grouped(config: Grouped, count: int) -> Experts:
+    return Experts(
+        count=count,
+        chosen=config.num_experts_per_tok or 0,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=bool(config.norm_topk_prob),
+        scores="sigmoid",
+        corrected=True,
+        groups=config.n_group or 1,
+        kept_groups=config.topk_group or 1,
+    )
