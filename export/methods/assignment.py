@@ -21,8 +21,9 @@ from kvlathe.export.methods.forms import FORMATS, PAIRS, Array, Grid, Places
 
 MOST_FORMATS = 2
 """That a side may use in one plan."""
-MOST_WINDOWS = 2
-"""Beside lanes that keep all tokens."""
+MOST_WINDOWS = 3
+"""Beside lanes that keep all tokens: with two, plans of 8,192 tokens had to do without the
+longest (docs/auto.md)."""
 PRICES = 128
 """Prices of a byte that are tried for a bound."""
 UNITS = 20_000

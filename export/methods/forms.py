@@ -59,7 +59,7 @@ PAIRS = tuple(
 SINK = 64
 """First tokens that every window keeps: what later ones attend to by default (StreamingLLM,
 Xiao et al. 2023, arXiv 2309.17453)."""
-NEWEST = (128, 256, 512, 1024, 2048)
+NEWEST = (128, 256, 512, 1024, 2048, 4096)
 """Tokens that windows keep beside those: up to half the longest sequence that windows are
 priced on (export/search/measured.py), which says nothing of longer ones."""
 

@@ -56,7 +56,7 @@ EXERCISES = 1
 """Exercises of each kind."""
 NEAR_TOKENS = 1024
 """Tokens of an exercise on which forms are priced."""
-FAR_TOKENS = 4096
+FAR_TOKENS = 8192
 """Tokens of the longest reading on which windows are priced."""
 FAR_QUESTIONS = 2
 FORETOLD = 0.1

@@ -318,7 +318,9 @@ def test_no_effort_ends_thoughts_in_the_prompt(opened: Served) -> None:
     assert found["usage"]["prompt_tokens"] == len(kept)
 
 
-def test_fields_about_thoughts_that_a_model_cannot_follow_are_refused(served: Served) -> None:
+def test_fields_about_thoughts_that_a_model_cannot_follow_are_refused(
+    served: Served,
+) -> None:
     fields: Any = ({"reasoning_effort": "high"}, {"thinking_token_budget": 5})
     for field in fields:
         reply = post(served, "chat/completions", messages=USER, max_tokens=2, **field)
