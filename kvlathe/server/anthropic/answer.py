@@ -85,8 +85,10 @@ class Writer:
         if not (arguments := function["arguments"]):
             return events
         self._arguments += arguments
-        said = {"type": "input_json_delta", "partial_json": arguments}
-        return [*events, self._delta(said)]
+        return [
+            *events,
+            self._delta({"type": "input_json_delta", "partial_json": arguments}),
+        ]
 
     def _begin(self, block: Json) -> list[Json]:
         """Open a block, and close the one before it."""
@@ -106,15 +108,20 @@ class Writer:
             block["input"], self._arguments = input_of(self._arguments), ""
         if block["type"] == THINKING:
             block["signature"] = signature_of(block["thinking"])
-            said = {"type": "signature_delta", "signature": block["signature"]}
-            events.append(self._delta(said))
+            events.append(
+                self._delta(
+                    {"type": "signature_delta", "signature": block["signature"]}
+                )
+            )
         self._open = None
-        place = len(self._blocks) - 1
-        return [*events, {"type": "content_block_stop", "index": place}]
+        return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, delta: Json) -> Json:
-        place = len(self._blocks) - 1
-        return {"type": "content_block_delta", "index": place, "delta": delta}
+        return {
+            "type": "content_block_delta",
+            "index": len(self._blocks) - 1,
+            "delta": delta,
+        }
 
 
 def signature_of(thinking: str) -> str:

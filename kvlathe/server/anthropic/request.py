@@ -274,8 +274,9 @@ def add_block(turns: list[Json], role: str, block: Block) -> None:
         last["reasoning_content"] = before + block.thinking
     else:
         function = {"name": block.name, "arguments": block.input}
-        call = {"id": block.id, "type": "function", "function": function}
-        last.setdefault("tool_calls", []).append(call)
+        last.setdefault("tool_calls", []).append(
+            {"id": block.id, "type": "function", "function": function}
+        )
 
 
 def function_of(tool: CustomTool) -> Json:

@@ -133,8 +133,12 @@ class Writer:
             if kind == MESSAGE:
                 part |= {"annotations": [], "logprobs": []}
             item["content"].append(part)
-            said = self._place | {"content_index": 0, "part": snapshot(part)}
-            events.append(self._event("response.content_part.added", **said))
+            events.append(
+                self._event(
+                    "response.content_part.added",
+                    **self._place | {"content_index": 0, "part": snapshot(part)},
+                )
+            )
         return events
 
     def _close(self, status: str) -> list[Json]:
@@ -150,8 +154,12 @@ class Writer:
             if kind == MESSAGE:
                 said["logprobs"] = part["logprobs"]
             events.append(self._event(f"response.{PARTS[kind]}.done", **said))
-            whole = place | {"content_index": 0, "part": part}
-            events.append(self._event("response.content_part.done", **whole))
+            events.append(
+                self._event(
+                    "response.content_part.done",
+                    **place | {"content_index": 0, "part": part},
+                )
+            )
         else:
             said = place | {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._event("response.function_call_arguments.done", **said))

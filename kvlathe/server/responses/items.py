@@ -59,8 +59,9 @@ class CallItem(Loose):
     def add_to(self, turns: list[Json]) -> None:
         turn = answer_of(turns, ())
         function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
+        turn.setdefault("tool_calls", []).append(
+            {"id": self.call_id, "type": "function", "function": function}
+        )
 
 
 class OutputItem(Loose):

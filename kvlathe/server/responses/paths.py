@@ -146,8 +146,9 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def create(request: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation with items: thoughts, messages, calls of functions."""
         service.check(body.model)
-        items = responses.items(body, request.state.tenant)
-        return await responses.answer(request, body, items)
+        return await responses.answer(
+            request, body, responses.items(body, request.state.tenant)
+        )
 
     @app.post(
         "/v1/responses/input_tokens",
