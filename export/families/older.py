@@ -72,7 +72,7 @@ PERSIMMON_NAMES = {
     "norm": "model.final_layernorm",
     "head": "lm_head",
 }
-PERSIMMON_NORMS = {
+HEAD_NORMS = {
     "q_norm": "model.layers.{i}.self_attn.q_layernorm",
     "k_norm": "model.layers.{i}.self_attn.k_layernorm",
 }
@@ -83,22 +83,15 @@ LAYER_NORM_EPS = 1e-5
 
 
 def phi(config: PhiConfig) -> Family:
-    """Raises KvlatheError for layer norms of queries and keys, and for a tied head,
-    which has a bias beside it."""
+    """Raises KvlatheError for a tied head, which has a bias beside it."""
     if config.tie_word_embeddings:
         raise KvlatheError(
             "config.json sets tie_word_embeddings",
             "the head has a bias that no embedding has",
             "choose a Phi with a head of its own",
         )
-    if config.qk_layernorm:
-        raise KvlatheError(
-            "the checkpoint normalizes queries and keys by layer norms",
-            "the decoder's QK-norms are RMS norms",
-            "choose a Phi without qk_layernorm",
-        )
     return Family(
-        names=PHI_NAMES,
+        names=PHI_NAMES | (HEAD_NORMS if config.qk_layernorm else {}),
         norm="layer",
         norm_eps=config.layer_norm_eps,
         activation=config.hidden_act,
@@ -110,6 +103,7 @@ def phi(config: PhiConfig) -> Family:
         head_bias=True,
         parallel=True,
         partial_rotary=True,
+        qk_norm="layer",
     )
 
 
@@ -207,7 +201,7 @@ def xglm(config: XGLMConfig) -> Family:
 def persimmon(config: PersimmonConfig) -> Family:
     """RoPE on a part of each head, and QK-norms that are layer norms."""
     return Family(
-        names=PERSIMMON_NAMES | (PERSIMMON_NORMS if config.qk_layernorm else {}),
+        names=PERSIMMON_NAMES | (HEAD_NORMS if config.qk_layernorm else {}),
         norm="layer",
         norm_eps=config.layer_norm_eps,
         activation=config.hidden_act,

@@ -373,6 +373,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | BOUNDED,
     ),
     "phi": ("Phi", sizes(64, 4, 2, partial_rotary_factor=0.5)),
+    "phi-norms": (
+        "Phi",
+        sizes(64, 4, 2, partial_rotary_factor=0.5, qk_layernorm=True),
+    ),
     "gpt_neox": ("GPTNeoX", sizes(64, 4, 4)),
     "gpt_neox-sequential": (
         "GPTNeoX",
