@@ -178,8 +178,9 @@ class Answerer(Jobs):
                     opened.add(delta.index)
                     if opening := job.kind.opening(delta.index):
                         yield opening
-                if says(delta) and (chunk := job.kind.chunk(delta)):
-                    yield chunk
+                if says(delta):
+                    for chunk in job.kind.chunks(delta):
+                        yield chunk
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
         try:

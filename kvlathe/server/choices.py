@@ -34,9 +34,14 @@ class Kind(ABC):
     def choice(self, delta: Delta) -> Json:
         """A whole answer."""
 
-    def chunk(self, delta: Delta) -> Json | None:
-        """A piece of one; None where there is nothing to say yet."""
-        return self.choice(delta)
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Pieces of one, in the order of what they say; none where there is nothing to
+        say yet."""
+        return [self.choice(delta)]
+
+    def cut_call(self, index: int) -> str:
+        """The text of a call that a choice began and did not end."""
+        return ""
 
     def thought_tokens(self, delta: Delta) -> int:
         """Tokens of a delta that are thoughts."""
@@ -178,8 +183,9 @@ class Chat(Kind):
             "message", {"role": "assistant", "content": delta.text}, delta
         )
 
-    def chunk(self, delta: Delta) -> Json | None:
-        return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
+    def chunks(self, delta: Delta) -> list[Json]:
+        said = {"content": delta.text} if delta.text else {}
+        return [self._with("delta", said, delta)]
 
     def _with(self, name: str, value: Json, delta: Delta) -> Json:
         logprobs = (

@@ -138,10 +138,10 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     )
 
 
-def unfit(error: ValidationError) -> ApiError:
-    """400 for a chat that another API's request cannot become."""
+def unfit(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
+    """400 for a chat with ``fields`` that another API's request cannot become."""
     first = error.errors()[0]
-    param = ".".join(map(str, first["loc"])) or None
+    param = ".".join(field_of(first["loc"], fields)) or None
     said = first["msg"] if param is None else f"{param}: {first['msg']}"
     return ApiError(400, said, param, "invalid_value")
 

@@ -130,9 +130,18 @@ class Jobs:
         goes_on = request.continue_final_message is True
         asks = request.add_generation_prompt is not False
         text = self._framed(request.messages, asks, tools, goes_on, values)
+        if goes_on and manner.harmony:
+            raise ApiError(
+                400,
+                "continue_final_message: this model's answers begin with a channel, and "
+                "cannot go on in the middle of one; end the messages with the user's",
+                "continue_final_message",
+                "unsupported",
+            )
         inside = None
         if manner.thinking:
-            inside = manner.thinking.open_at_end(text, goes_on)
+            begun = request.messages[-1].spoken if goes_on else None
+            inside = manner.thinking.open_at_end(text, begun)
         budget = budget_of(request, values)
         manner = dataclasses.replace(manner, inside=inside, budget=budget)
         if request.thinking_token_budget is not None and not manner.may_think:

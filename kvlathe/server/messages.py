@@ -42,14 +42,15 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Items[Called] | None = None
 
+    @property
+    def spoken(self) -> str:
+        """Its text, all parts together."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or [])
+
     def for_template(self) -> Json:
-        content = self.content
-        text = (
-            content
-            if isinstance(content, str)
-            else "".join(part.text for part in content or [])
-        )
-        said = {**self.model_dump(exclude_none=True), "content": text}
+        said = {**self.model_dump(exclude_none=True), "content": self.spoken}
         if self.tool_calls:
             said["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,18 +120,28 @@ class ReadChat(Chat):
             message["content"] = text
         return self._said("message", message, delta)
 
-    def chunk(self, delta: Delta) -> Json | None:
+    def chunks(self, delta: Delta) -> list[Json]:
         pieces = self._pieces(delta)
-        said: Json = {}
-        if thought := "".join(piece.thought for piece in pieces):
-            said["reasoning_content"] = thought
-        if text := "".join(piece.text for piece in pieces):
-            said["content"] = text
-        if calls := self._calls(pieces):
-            said["tool_calls"] = calls
-        if not said and not delta.logprobs and not delta.finish_reason:
-            return None
-        return self._said("delta", said, delta)
+        *before, last = [self._addition(run) for run in runs(pieces)] or [{}]
+        if not last and not delta.logprobs and not delta.finish_reason:
+            return []
+        # What a delta reports belongs to all that it says: it comes with the last.
+        silent = dataclasses.replace(
+            delta, logprobs=(), finish_reason=None, stop=None, prompt_logprobs=()
+        )
+        said = [self._said("delta", one, silent) for one in before]
+        return [*said, self._said("delta", last, delta)]
+
+    def cut_call(self, index: int) -> str:
+        return self._readers[index].unfinished if index in self._readers else ""
+
+    def _addition(self, run: list[Piece]) -> Json:
+        """A run of pieces of one kind, as a chat's delta."""
+        if run[0].index >= 0:
+            return {"tool_calls": self._calls(run)}
+        if run[0].thought:
+            return {"reasoning_content": "".join(piece.thought for piece in run)}
+        return {"content": "".join(piece.text for piece in run)}
 
     def _pieces(self, delta: Delta) -> list[Piece]:
         """Pieces that a delta adds to those before it."""
@@ -161,3 +173,12 @@ class ReadChat(Chat):
         if delta.finish_reason == "stop" and whole:
             found["finish_reason"] = "tool_calls"
         return found
+
+
+def runs(pieces: list[Piece]) -> list[list[Piece]]:
+    """Pieces of one kind that follow each other, in order: what an answer says may go
+    from a call to text and back within one delta."""
+    by_kind = itertools.groupby(
+        pieces, key=lambda one: (one.index >= 0, one.thought != "")
+    )
+    return [[*run] for _, run in by_kind]

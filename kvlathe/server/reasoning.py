@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from kvlathe.server.pieces import beginning_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +14,8 @@ class Thinking:
     """Thoughts stand between ``begin`` and ``end``.
 
     ``follows`` may stand before the answer, thoughts or none, and ``closes`` behind it
-    then; neither is part of it. ``shows``: texts that a template has, or tokens that a vocabulary has, all of
-    them, where the model thinks so.
+    then; neither is part of it. A model has this convention where each of ``shows`` is
+    in its template or is a token of its vocabulary.
     """
 
     begin: str
@@ -27,13 +28,14 @@ class Thinking:
     def marks(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.end, self.follows, self.closes)))
 
-    def open_at_end(self, prompt: str, goes_on: bool) -> bool | None:
+    def open_at_end(self, prompt: str, goes_on: str | None) -> bool | None:
         """Whether a prompt ends inside of thoughts; None where it ends neither with
         their begin nor with their end, and the answer may begin them. ``goes_on``: the
-        answer goes on with a text that may have begun before."""
+        text that the answer goes on with, if any: it alone may have begun thoughts.
+        What other messages say of marks says nothing."""
         said = prompt.rstrip()
-        if goes_on:
-            return prompt.rfind(self.begin) > prompt.rfind(self.end)
+        if goes_on is not None:
+            return goes_on.rfind(self.begin) > goes_on.rfind(self.end)
         if said.endswith(self.begin):
             return True
         return False if said.endswith(self.end) else None
@@ -171,11 +173,3 @@ class Thoughts:
             self._held[len(self._held) - keep :],
         )
         return said
-
-
-def beginning_of(mark: str, text: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
-    return 0

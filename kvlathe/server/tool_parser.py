@@ -6,7 +6,7 @@ import json
 import re
 
 from kvlathe.server.conventions import Convention
-from kvlathe.server.pieces import Piece
+from kvlathe.server.pieces import Piece, beginning_of
 
 STRING = r'"((?:[^"\\]|\\.)*)"'
 KEYS = "arguments|parameters"
@@ -133,10 +133,7 @@ class ToolParser:
         """Characters at the end that may begin a mark; blanks before a bare call."""
         if self._convention.bare and not self._started and not self._held.strip():
             return len(self._held)
-        for size in range(min(len(self._mark) - 1, len(self._held)), 0, -1):
-            if self._mark.startswith(self._held[-size:]):
-                return size
-        return 0
+        return beginning_of(self._mark, self._held)
 
     def _split(self, keep: int) -> tuple[str, str]:
         cut = len(self._held) - keep
@@ -169,7 +166,7 @@ class ToolParser:
         except ValueError:
             self._give_up(found)
             return True
-        if not name or self._held[head.end()] not in "{[":
+        if not name or self._held[head.end()] != "{":
             self._give_up(found)
             return True
         found.append(Piece(index=self.calls, name=name))
@@ -187,7 +184,7 @@ class ToolParser:
         except (ValueError, KeyError, RecursionError):
             self._give_up(found)
             return True
-        wrong = not isinstance(arguments, dict | list)
+        wrong = not isinstance(arguments, dict)  # no function takes a list
         if not isinstance(name, str) or not name or wrong:
             self._give_up(found)
             return True

@@ -80,8 +80,7 @@ class ThoughtGuide:
 
     @property
     def stopped(self) -> bool:
-        ended = self._state == ANSWER and self._then is not None
-        return ended and self._then is not None and self._then.stopped
+        return self._state == ANSWER and bool(self._then and self._then.stopped)
 
     @property
     def asks(self) -> bool:

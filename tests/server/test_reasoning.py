@@ -349,3 +349,68 @@ def test_thoughts_are_items_of_responses_and_blocks_of_messages(opened: Served) 
     assert kinds == ["thinking", "text"] and whole["content"][0]["signature"]
     plain = httpx.post(url, json=asked, timeout=60).json()
     assert [block["type"] for block in plain["content"]] == ["text"]
+
+
+SHY = TURNS + "{% if thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
+"""A template that lets its model think only where it is told to."""
+CHANNELS = TURNS + "{# <|channel|><|message|> #}"
+
+
+def test_messages_that_ask_for_thoughts_have_them_where_the_template_does_not_think() -> (
+    None
+):
+    with serving(with_template(llm("torch", "split"), SHY)) as served:
+        url = f"{served.url}/v1/messages"
+        asked: Json = {"model": MODEL_NAME, "messages": USER, "max_tokens": 40}
+        for kind in ("enabled", "adaptive"):
+            thinking = {"type": kind, "budget_tokens": 6}
+            whole = httpx.post(
+                url, json={**asked, "thinking": thinking}, timeout=60
+            ).json()
+            assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+        plain = httpx.post(url, json=asked, timeout=60).json()
+        assert [block["type"] for block in plain["content"]] == ["text"]
+
+
+def test_what_a_user_says_of_marks_begins_no_thoughts() -> None:
+    turns = [
+        {"role": "user", "content": "what does <think> mean?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    fields: Json = {"continue_final_message": True, "add_generation_prompt": False}
+    told = (
+        "{# </think> #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    with serving(with_template(llm("torch", "split"), told)) as served:
+        for begun, thinks in (("It is", False), ("<think>It is", True)):
+            turns[1]["content"] = begun
+            reply = post(
+                served, "chat/completions", messages=turns, max_tokens=3, **fields
+            )
+            message = reply.json()["choices"][0]["message"]
+            assert ("reasoning_content" in message) is thinks
+
+
+def test_an_answer_on_channels_cannot_go_on_in_the_middle() -> None:
+    turns = [*USER, {"role": "assistant", "content": "It is"}]
+    fields: Json = {"continue_final_message": True, "add_generation_prompt": False}
+    with serving(with_template(llm("torch", "split"), CHANNELS)) as served:
+        reply = post(served, "chat/completions", messages=turns, max_tokens=3, **fields)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "continue_final_message"
+
+
+def test_log_probabilities_are_those_of_the_text_alone(opened: Served) -> None:
+    client = openai.OpenAI(base_url=f"{opened.url}/v1", api_key="x", max_retries=0)
+    found = client.responses.create(
+        model=MODEL_NAME,
+        input="a",
+        max_output_tokens=30,
+        include=["message.output_text.logprobs"],
+        extra_body={"thinking_token_budget": 6, "seed": 5},
+    )
+    [said] = [item for item in found.output if item.type == "message"]
+    assert said.content[0].type == "output_text"
+    part = said.content[0]
+    assert part.logprobs
+    assert "".join(one.token for one in part.logprobs).lstrip() == part.text

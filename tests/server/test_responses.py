@@ -185,6 +185,15 @@ def test_the_official_client_streams_a_call_and_says_its_output(
         "function_call",
         "message",
     ]
+    ids = [item.id for item in items]
+    listed = client.responses.input_items.list(then.id, order="asc", limit=1)
+    assert [item.id for item in listed] == ids[::-1]  # page after page
+    behind = client.responses.input_items.list(then.id, after=str(ids[0])).data
+    assert [item.id for item in behind] == ids[1:]
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(then.id, stream=True)
+    with pytest.raises(openai.BadRequestError, match="include"):
+        client.responses.create(model=MODEL_NAME, input="x", top_logprobs=3)
 
 
 class Person(BaseModel):
@@ -320,9 +329,9 @@ def test_nobody_pushes_responses_of_another_out() -> None:
     def kept(name: str, size: int) -> Kept:
         return Kept({"id": name, "output": []}, [], size)
 
-    store.put("calm", kept("mine", 300))
+    store.put("calm", kept("mine", 500))  # an equal share
     for i in range(20):
-        store.put("loud", kept(f"one {i}", 200))
+        store.put("loud", kept(f"one {i}", 160))
     assert store.get("calm", "mine")
     assert [i for i in range(20) if store.get("loud", f"one {i}")] == [17, 18, 19]
     store.put("loud", kept("huge", 1001))

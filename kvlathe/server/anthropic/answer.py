@@ -15,7 +15,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Writer:
-    """Writer of one message. ``message``: as far as it has come."""
+    """Writer of one message (``written.Writer``). ``message``: as far as it has come."""
 
     def __init__(self, model: str) -> None:
         self.message: Json = {
@@ -38,8 +38,9 @@ class Writer:
         message = {**self.message, "content": [], "usage": usage_of(usage)}
         return [{"type": "message_start", "message": message}]
 
-    def add(self, piece: Json) -> list[Json]:
-        """Events of a piece of a chat's choice."""
+    def add(self, piece: Json, thoughts: int) -> list[Json]:
+        """Events of a piece of a chat's choice; tokens of ``thoughts`` are not told
+        apart."""
         delta, events = piece["delta"], list[Json]()
         self._reason = piece["finish_reason"] or self._reason
         self._stop = piece.get("stop_reason", self._stop)
@@ -51,9 +52,12 @@ class Writer:
             events += self._call(call)
         return events
 
-    def end(self, usage: Json) -> list[Json]:
-        """The last events."""
+    def end(self, usage: Json, cut: str) -> list[Json]:
+        """The last events. ``cut``: the text of a call that was begun and not ended; a
+        whole message has it as text, since nobody may act on it."""
         events = self._close()
+        if cut and self._blocks and self._blocks[-1]["type"] == CALL:
+            self._blocks[-1] = {"type": TEXT, TEXT: cut}
         stopped = self._stop is not None
         said = {
             "stop_reason": "stop_sequence" if stopped else REASONS[self._reason],

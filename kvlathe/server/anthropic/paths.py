@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from kvlathe.server.answers import Answerer, Spent, event
 from kvlathe.server.anthropic.answer import Writer
 from kvlathe.server.anthropic.request import NAMES, MessagesRequest, PromptRequest
 from kvlathe.server.errors import ApiError, renamed
-from kvlathe.server.fields import Json
-from kvlathe.server.jobs import Job
 from kvlathe.server.replies import AnthropicMessage, TokenCount
-from kvlathe.server.service import ERRORS, STREAM, Service, while_connected
-
-
-async def events_of(
-    answerer: Answerer, job: Job, tenant: str, writer: Writer, stream: bool
-) -> AsyncGenerator[Json, None]:
-    """Events of a message. A failure raises ApiError, but for one in the middle of a
-    ``stream``."""
-    spent, begun = Spent(job), False
-    try:
-        async with aclosing(answerer.pieces(job, tenant, spent)) as pieces:
-            async for piece in pieces:
-                if not begun:
-                    for said in writer.begin(answerer.usage(job, spent)):
-                        yield said
-                begun = True
-                for said in writer.add(piece):
-                    yield said
-        for said in writer.end(answerer.usage(job, spent)):
-            yield said
-    except ApiError as failure:
-        if not (begun and stream):
-            raise renamed(failure, NAMES) from failure
-        for said in writer.fail(failure):
-            yield said
+from kvlathe.server.service import ERRORS, STREAM, Service
+from kvlathe.server.written import answer, events_of
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
@@ -60,23 +32,10 @@ def add_messages(app: FastAPI, service: Service) -> None:
             job = await answerer.job(body.chat())
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
-        writer, tenant = Writer(body.model), request.state.tenant
-        events = events_of(answerer, job, tenant, writer, body.stream is True)
-
-        async def lines() -> AsyncGenerator[str, None]:
-            async with aclosing(events):
-                async for said in events:
-                    yield f"event: {said['type']}\n{event(said)}"
-
-        async def whole() -> Json:
-            async with aclosing(events):
-                async for _ in events:
-                    pass
-            return writer.message
-
-        if body.stream:
-            return await service.stream(request, lines())
-        return JSONResponse(await while_connected(request, whole()))
+        writer, stream = Writer(body.model), body.stream is True
+        tenant = request.state.tenant
+        events = events_of(service, job, tenant, writer, NAMES, stream)
+        return await answer(service, request, events, stream, lambda: writer.message)
 
     @app.post(
         "/v1/messages/count_tokens",

@@ -17,11 +17,13 @@ from pydantic import (
     Tag,
     ValidationError,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvlathe.server.errors import renamed, unfit
 from kvlathe.server.fields import Ignored, Integer, Items, Json, Refused, Strict
+from kvlathe.server.manner import SWITCHES
 from kvlathe.server.schema import MAX_STOPS, ChatRequest, Effort
 from kvlathe.server.tools import MAX_TOOLS, Name, parse_arguments
 
@@ -121,6 +123,14 @@ class ToolChoice(Strict):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _names(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError(
+                "tool_choice", "it has a name where its type is tool, and only there"
+            )
+        return self
+
 
 class JsonFormat(Strict):
     type: Literal["json_schema"]
@@ -157,7 +167,8 @@ class PromptRequest(Strict):
     )
     thinking: Thinking | None = None
     output_config: OutputConfig | None = Field(
-        None, description="format: JSON by a schema; effort: how much to think."
+        None,
+        description="format: JSON by a schema; effort: how much to think, where `thinking` allows it.",
     )
     # Refused unless they ask for nothing.
     container: Refused = None
@@ -168,10 +179,11 @@ class PromptRequest(Strict):
 
     def chat(self) -> ChatRequest:
         """The chat that it is. Raises ApiError."""
+        fields = self._fields()
         try:
-            chat = ChatRequest.model_validate(self._fields())
+            chat = ChatRequest.model_validate(fields)
         except ValidationError as error:
-            raise renamed(unfit(error), NAMES) from error
+            raise renamed(unfit(error, fields), NAMES) from error
         return chat if self.thinking else chat.without_insisting()
 
     def _fields(self) -> Json:
@@ -197,10 +209,11 @@ class PromptRequest(Strict):
         effort = self.output_config.effort if self.output_config else None
         if self.thinking is None or self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
-        return {
-            "reasoning_effort": effort,
-            "thinking_token_budget": self.thinking.budget_tokens,
-        }
+        said: Json = {"thinking_token_budget": self.thinking.budget_tokens}
+        if effort is not None:
+            return said | {"reasoning_effort": effort}
+        # Some templates think only where they are told to; others do not ask.
+        return said | {"chat_template_kwargs": dict.fromkeys(SWITCHES, True)}
 
 
 class MessagesRequest(PromptRequest):

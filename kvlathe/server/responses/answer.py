@@ -22,7 +22,8 @@ def new_id(kind: str) -> str:
 
 
 class Writer:
-    """Writer of one response. ``response``: as far as it has come."""
+    """Writer of one response (``written.Writer``). ``response``: as far as it has
+    come."""
 
     def __init__(self, request: ResponsesRequest) -> None:
         self.response = head_of(request)
@@ -30,22 +31,28 @@ class Writer:
         self._output: list[Json] = self.response["output"]
         self._open: Json | None = None
         self._events = 0
+        self._thoughts = 0  # tokens that were reported and are none of the text
         self._logprobs: list[Json] = []  # of text that has not come
         self._ended: str | None = None
 
-    def begin(self) -> list[Json]:
+    def begin(self, usage: Json) -> list[Json]:
         """The first events."""
         return [
             self._event("response.created", response=snapshot(self.response)),
             self._event("response.in_progress", response=snapshot(self.response)),
         ]
 
-    def add(self, piece: Json) -> list[Json]:
-        """Events of a piece of a chat's choice."""
+    def add(self, piece: Json, thoughts: int) -> list[Json]:
+        """Events of a piece of a chat's choice. ``thoughts``: tokens so far that are
+        thoughts or end them: they come first, and their reports are not the text's."""
         delta, reports = piece["delta"], piece["logprobs"]
-        self._logprobs += reports["content"] if reports else []
+        if reports:
+            self._logprobs += reports["content"][thoughts - self._thoughts :]
+            self._thoughts = thoughts
         self._ended = piece["finish_reason"] or self._ended
         events: list[Json] = []
+        if not {"reasoning_content", "tool_calls"}.isdisjoint(delta):
+            self._logprobs = []  # they are not of text
         if thought := delta.get("reasoning_content"):
             events += self._text(REASONING, thought)
         if text := delta.get("content"):
@@ -54,20 +61,19 @@ class Writer:
             events += self._call(call)
         return events
 
-    def end(self, usage: Json) -> list[Json]:
-        """The last events."""
+    def end(self, usage: Json, cut: str) -> list[Json]:
+        """The last events. ``cut``: the text of a call that was begun and not ended."""
         events: list[Json] = []
         if not self._output:
             events += self._begin(MESSAGE, content=[])
-        cut = self._ended == "length"
-        unfinished = self._of(CALL) and self._ended != "tool_calls"
-        events += self._close("incomplete" if cut or unfinished else "completed")
-        status = "incomplete" if cut else "completed"
+        long = self._ended == "length"
+        status = "incomplete" if long or cut else "completed"
+        events += self._close(status)
         self.response |= {
             "status": status,
             "usage": usage_of(usage),
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if long else None,
         }
         return [*events, self._event(f"response.{status}", response=self.response)]
 

@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from enum import Enum
+from typing import Annotated, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from kvlathe.server.answers import Spent, event
 from kvlathe.server.errors import ApiError, renamed
 from kvlathe.server.fields import Json
-from kvlathe.server.jobs import Job
 from kvlathe.server.replies import InputTokens, ItemList, ResponseObject
-from kvlathe.server.responses.answer import Writer, new_id
+from kvlathe.server.responses.answer import PREFIXES, Writer, new_id
 from kvlathe.server.responses.items import ITEMS, Item
 from kvlathe.server.responses.request import NAMES, PromptRequest, ResponsesRequest
 from kvlathe.server.responses.store import Kept, Store
-from kvlathe.server.service import ERRORS, STREAM, Service, while_connected
+from kvlathe.server.service import ERRORS, STREAM, Service
+from kvlathe.server.written import answer, events_of
 
 TAGS: list[str | Enum] = ["OpenAI"]
 
@@ -47,30 +47,6 @@ class Responses:
             before = kept.conversation
         return [*before, *map(named, request.items)]
 
-    async def events(
-        self, job: Job, tenant: str, writer: Writer, stream: bool
-    ) -> AsyncGenerator[Json, None]:
-        """Events of a response. A failure raises ApiError, but for one in the middle of
-        a ``stream``."""
-        answerer, begun = self.service.answerer, False
-        spent = Spent(job)
-        try:
-            async with aclosing(answerer.pieces(job, tenant, spent)) as pieces:
-                async for piece in pieces:
-                    if not begun:
-                        for said in writer.begin():
-                            yield said
-                    begun = True
-                    for said in writer.add(piece):
-                        yield said
-            for said in writer.end(answerer.usage(job, spent)):
-                yield said
-        except ApiError as failure:
-            if not (begun and stream):
-                raise renamed(failure, NAMES) from failure
-            for said in writer.fail(failure):
-                yield said
-
     async def answer(
         self, request: Request, body: ResponsesRequest, items: list[Json]
     ) -> Response:
@@ -79,30 +55,21 @@ class Responses:
             job = await self.service.answerer.job(body.chat(validated(items)))
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
-        writer = Writer(body)
+        writer, stream = Writer(body), body.stream is True
 
         async def kept() -> AsyncGenerator[Json, None]:
-            whole = self.events(job, tenant, writer, body.stream is True)
+            whole = events_of(self.service, job, tenant, writer, NAMES, stream)
             async with aclosing(whole) as events:
                 async for said in events:
                     yield said
             if body.store is not False and writer.response["status"] != "failed":
-                self.store.put(tenant, Kept.of(writer.response, items))
+                # A long conversation takes a while to be counted.
+                made = await asyncio.to_thread(Kept.of, writer.response, items)
+                self.store.put(tenant, made)
 
-        async def lines() -> AsyncGenerator[str, None]:
-            async with aclosing(kept()) as events:
-                async for said in events:
-                    yield f"event: {said['type']}\n{event(said)}"
-
-        async def whole() -> Json:
-            async with aclosing(kept()) as events:
-                async for _ in events:
-                    pass
-            return writer.response
-
-        if body.stream:
-            return await self.service.stream(request, lines())
-        return JSONResponse(await while_connected(request, whole()))
+        return await answer(
+            self.service, request, kept(), stream, lambda: writer.response
+        )
 
     def kept(self, tenant: str, name: str) -> Kept:
         """A response that is kept. Raises ApiError where there is none."""
@@ -128,8 +95,8 @@ def validated(items: list[Json]) -> Sequence[Item]:
 
 def named(item: Json) -> Json:
     """An item with an id."""
-    prefix = {"function_call": "fc", "function_call_output": "fco"}.get(item["type"])
-    return item if item.get("id") else {**item, "id": new_id(prefix or "msg")}
+    prefix = {**PREFIXES, "function_call_output": "fco"}[item["type"]]
+    return item if item.get("id") else {**item, "id": new_id(prefix)}
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
@@ -177,8 +144,15 @@ def add_kept(app: FastAPI, responses: Responses) -> None:
         responses={404: ERRORS[404]},
         tags=TAGS,
     )
-    async def retrieve(request: Request, name: str) -> Response:
+    async def retrieve(request: Request, name: str, stream: bool = False) -> Response:
         """A response that is kept."""
+        if stream:
+            raise ApiError(
+                400,
+                "stream: a response that is kept has no events any more; leave it out",
+                "stream",
+                "unsupported",
+            )
         return JSONResponse(responses.kept(request.state.tenant, name).response)
 
     @app.delete("/v1/responses/{name}", responses={404: ERRORS[404]}, tags=TAGS)
@@ -193,10 +167,29 @@ def add_kept(app: FastAPI, responses: Responses) -> None:
         responses={404: ERRORS[404]},
         tags=TAGS,
     )
-    async def input_items(request: Request, name: str) -> Response:
-        """The items before a response's output, newest first."""
-        items = responses.kept(request.state.tenant, name).items[::-1]
-        said: Json = {"object": "list", "data": items, "has_more": False}
-        return JSONResponse(
-            {**said, "first_id": items[0]["id"], "last_id": items[-1]["id"]}
-        )
+    async def input_items(
+        request: Request,
+        name: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> Response:
+        """The items before a response's output. ``order``: "desc", the newest first;
+        ``after``: the id of the item before the first."""
+        items = responses.kept(request.state.tenant, name).items
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise ApiError(
+                404, f"after: there is no item '{after:.80}'", "after", "item_not_found"
+            )
+        start = 0 if after is None else ids.index(after) + 1
+        page, listed = items[start : start + limit], ids[start : start + limit]
+        said: Json = {
+            "object": "list",
+            "data": page,
+            "first_id": listed[0] if listed else None,
+            "last_id": listed[-1] if listed else None,
+            "has_more": len(items) > start + limit,
+        }
+        return JSONResponse(said)

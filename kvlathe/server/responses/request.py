@@ -133,10 +133,11 @@ class PromptRequest(Strict):
 
     def chat(self, items: Sequence[Item]) -> ChatRequest:
         """The chat of a conversation's ``items``. Raises ApiError."""
+        fields = self._fields(items)
         try:
-            return ChatRequest.model_validate(self._fields(items))
+            return ChatRequest.model_validate(fields)
         except ValidationError as error:
-            raise renamed(unfit(error), NAMES) from error
+            raise renamed(unfit(error, fields), NAMES) from error
 
     def _fields(self, items: Sequence[Item]) -> Json:
         said: Json = {
@@ -204,6 +205,16 @@ class ResponsesRequest(PromptRequest):
         if given is None or given == []:
             raise PydanticCustomError("input", "it has no items")
         return given
+
+    @model_validator(mode="after")
+    def _reports(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "top_logprobs",
+                "top_logprobs needs {name} in include",
+                {"name": LOGPROBS},
+            )
+        return self
 
     @property
     def logprobs(self) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvlathe.server.fields import Json
 
 MOST_BYTES = 64 << 20
-"""Bytes of all responses that are kept, as JSON."""
+"""Bytes of all responses that are kept, as JSON: in memory they take several times as
+much."""
 MOST_RESPONSES = 4096
 
 
@@ -34,8 +35,8 @@ class Kept:
 
 class Store:
     """Responses of all tenants. Each sees its own. Where there are too many, or too many
-    bytes, the oldest goes of the tenant that has the most of them: nobody pushes
-    another's out."""
+    bytes, that goes of the tenant with the most of them which was not used for longest:
+    who has less than an equal share loses nothing to others."""
 
     def __init__(
         self, most_bytes: int = MOST_BYTES, most_responses: int = MOST_RESPONSES
