@@ -129,7 +129,7 @@ def refused(model_type: str, folder: Path) -> Tried:
 
 def main() -> None:
     arguments = [word for word in sys.argv[1:] if not word.startswith("-")]
-    types = arguments or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    types = arguments or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SUPPORTED})
     others = [x for x in types if CONFIG_MAPPING[x].model_type not in SUPPORTED]
     tried: list[Tried] = []
     last = {type_of(prefix): name for name, (prefix, _) in FAMILIES.items()}

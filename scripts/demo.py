@@ -169,7 +169,7 @@ def fetched(package: str, target: Path) -> Path:
 LINES = "data/line_retrieval.jsonl"
 SHIPPED = Demo("", ("--prompt", "# How to install\n\nFirst"), rounds=3)
 REAL = Demo(
-    "--max-seq-len 8192",
+    "--max-seq-len 4096",
     ("--prompt", "What is a cache? Answer in two sentences.", "--chat"),
     rounds=1,
 )
@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--real",
         action="store_true",
-        help="a public model, SmolLM2-135M-Instruct at 8,192 tokens (minutes)",
+        help="a public model, SmolLM2-135M-Instruct at 4,096 tokens (minutes)",
     )
     options = parser.parse_args()
     default = ROOT / "out" / ("real" if options.real else "demo")

@@ -84,7 +84,7 @@ class Sparse(Protocol):
     def mlp_only_layers(self) -> list[int] | None: ...
 
 
-def mixtral(config: MixtralConfig) -> Family:
+def mixtral(config: MixtralConfig | PhimoeConfig) -> Family:
     experts = Experts(
         count=config.num_local_experts,
         chosen=config.num_experts_per_tok,
@@ -139,6 +139,7 @@ def mellum(config: MellumConfig) -> Family:
         partial_rotary=True,
         windows=sliding_layers(config),
         ropes=tuple(config.layer_types or ()),
+        beside=("mtp.",),
     )
     return with_dense(
         family, not_sparse(config.mlp_layer_types), config.intermediate_size
@@ -238,19 +239,13 @@ def phimoe(config: PhimoeConfig) -> Family:
         normalized=False,
         jitter=config.router_jitter_noise,
     )
-    return Family(
-        names=WITHOUT_MLP | MIXTRAL_EXPERTS,
+    return replace(
+        mixtral(config),
         norm="layer",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
+        experts=experts,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         head_bias=config.lm_head_bias,
-        windows=every_layer(config),
-        experts=experts,
-        settings=COUNTS,
     )
 
 

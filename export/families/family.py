@@ -43,7 +43,6 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     jitter: float = 0.0
-    at_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
+from kvlathe.export.families.gpt2 import gpt2
 
 if TYPE_CHECKING:
     from transformers import (
@@ -45,10 +46,6 @@ NEO_NAMES = LEARNED | {
     "k": "transformer.h.{i}.attn.attention.k_proj",
     "v": "transformer.h.{i}.attn.attention.v_proj",
     "o": "transformer.h.{i}.attn.attention.out_proj",
-}
-BIGCODE_NAMES = LEARNED | {
-    "qkv": "transformer.h.{i}.attn.c_attn",
-    "o": "transformer.h.{i}.attn.c_proj",
 }
 BASE = 10000.0
 """The base of RoPE, which the models have and their configurations do not."""
@@ -113,24 +110,11 @@ def gpt_neo(config: GPTNeoConfig) -> Family:
 
 
 def gpt_bigcode(config: GPTBigCodeConfig) -> Family:
-    """Raises KvlatheError for cross-attention."""
-    if config.add_cross_attention:
-        raise KvlatheError(
-            "the checkpoint has cross-attention",
-            "only decoders are supported",
-            "choose a plain GPT-BigCode",
-        )
-    scale = (config.n_embd // config.n_head) ** -0.5
-    return Family(
-        names=BIGCODE_NAMES,
-        norm="layer",
-        norm_eps=config.layer_norm_epsilon,
-        activation=config.activation_function,
+    """GPT-2 with one KV head, or many, and weights stored [out, in]. Raises KvlatheError
+    for cross-attention."""
+    return replace(
+        gpt2(config),
         kv_heads=1 if config.multi_query else config.n_head,
-        intermediate_size=config.n_inner or 4 * config.n_embd,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         grouped_qkv=not config.multi_query,
-        scales=(scale if config.scale_attn_weights else 1.0,) * config.n_layer,
+        in_out=False,
     )

@@ -9,7 +9,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import GPT2Config, GPTBigCodeConfig
 
 NAMES = {
     "embed": "transformer.wte",
@@ -25,13 +25,13 @@ NAMES = {
 }
 
 
-def gpt2(config: GPT2Config) -> Family:
+def gpt2(config: GPT2Config | GPTBigCodeConfig) -> Family:
     """Raises KvlatheError for cross-attention."""
     if config.add_cross_attention:
         raise KvlatheError(
             "the checkpoint has cross-attention",
             "only decoders are supported",
-            "choose a plain GPT-2",
+            "choose a plain decoder",
         )
     return Family(
         names=NAMES,
@@ -48,8 +48,9 @@ def gpt2(config: GPT2Config) -> Family:
     )
 
 
-def _scale(config: GPT2Config, layer: int) -> float:
-    scale = (
-        (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
-    )
-    return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale
+def _scale(config: GPT2Config | GPTBigCodeConfig, layer: int) -> float:
+    by_width = (config.n_embd // config.n_head) ** -0.5
+    scale = by_width if config.scale_attn_weights else 1.0
+    # BigCode's configuration has no such field.
+    by_layer = getattr(config, "scale_attn_by_inverse_layer_idx", False)
+    return scale / (layer + 1) if by_layer else scale

@@ -98,7 +98,6 @@ def routing_of(experts: Experts) -> Routing:
         groups=experts.groups,
         kept_groups=experts.kept_groups,
         jitter=experts.jitter,
-        at_input=experts.at_input,
     )
 
 

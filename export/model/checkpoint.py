@@ -42,7 +42,9 @@ from kvlathe.export.model.tensors import (
     weight_names,
 )
 
-INERT = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+INERT = re.compile(
+    r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|\.attn\.causal_mask)$"
+)
 """Constants that older checkpoints store and nothing reads."""
 
 
@@ -294,14 +296,14 @@ class Checkpoint:
         embed, head = (
             f"{spec.family.names[role]}.weight" for role in ("embed", "head")
         )
-        if (
-            not spec.tied_head
-            or head not in self._where
-            or self.aliases.get(embed) == head
-        ):
+        stored = [x for x in (head, *other_names(spec, head)) if x in self._where]
+        if not spec.tied_head or not stored or self.aliases.get(embed) in stored:
             return spec
-        same = torch.equal(self._stored(head), self._stored(embed))
-        return spec if same else dataclasses.replace(spec, tied_head=False)
+        if torch.equal(self._stored(stored[0]), self._stored(embed)):
+            return spec
+        untied = dataclasses.replace(spec, tied_head=False)
+        self.aliases = _aliases(untied, self._where)  # the head is one of its tensors
+        return untied
 
     def _check(self) -> None:
         wanted = stored_shapes(self.spec)

@@ -82,7 +82,6 @@ class DecoderLayer(nn.Module):
                 return None
             return Norm(kind, size, family.norm_eps, dtype)
 
-        self.layer, self.temperature = layer, family.temperature
         self.head_dim, self.activation = spec.head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
@@ -120,7 +119,7 @@ class DecoderLayer(nn.Module):
         query_factors: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
-        ``query_factors`` [T, 1], queries times theirs, where this layer takes them. With
+        ``query_factors`` [T, 1], queries times theirs. With
         ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
         then has as well, no others are attended, either."""
         handed_on: list[Tensor] = []
@@ -130,8 +129,6 @@ class DecoderLayer(nn.Module):
             handed_on.extend(more)
             return o if rows is None else o.index_select(0, rows)
 
-        if query_factors is not None and self.temperature is not None:
-            query_factors = self.temperature.of(self.layer, query_factors)
         wanted = places if rows is None else rows
         return run_layer(self, x, attend, wanted, query_factors), *handed_on
 

@@ -67,6 +67,12 @@ def read_ropes(
         config.rope_parameters = dict(family.rope_parameters)
     kinds = family.ropes or ("",) * config.num_hidden_layers
     named = [kind for kind in dict.fromkeys(kinds) if kind is not None]
+    if not named:
+        raise KvlatheError(
+            "no layer of the checkpoint has positions",
+            "the decoder turns keys in one layer at least",
+            "choose a checkpoint with RoPE in some layer",
+        )
     read = [read_rope(config, head_dim, max_seq_len, family, kind) for kind in named]
     ropes = list(dict.fromkeys(read))
     if None in kinds:

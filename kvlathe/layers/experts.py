@@ -42,13 +42,10 @@ def run_experts(
     shares = _shares(x, weights, routing).to(x.dtype)  # [T, E]
     by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
-    if routing.at_input:  # one that was not chosen reads 0, and gives 0
-        every = every * by_expert
     gate = _biased(every @ weights.gate, weights.gate_bias)
     up = _biased(every @ weights.up, weights.up_bias)
     inner = _gated(gate, up, routing, activation)
-    counted = inner if routing.at_input else inner * by_expert
-    out = (counted @ weights.down).sum(0)
+    out = ((inner * by_expert) @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 
 
@@ -69,7 +66,8 @@ def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tenso
 def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
     """Weight of each expert for each token, [T, E] float32: 0 for most."""
     router = weights.router
-    if routing.scores == "sigmoid":  # scores lie close together
+    # Sigmoids lie close together, and so do scores that a correction chooses among.
+    if routing.scores == "sigmoid" or weights.correction is not None:
         x, router = x.float(), router.float()
     logits = x @ router
     if weights.router_bias is not None:

@@ -27,8 +27,7 @@ class Routing:
 
     ``jitter``: experts are chosen one after the other, each weighed by a softmax over
     what is left, without logits that are farther than this share below the best one
-    (SparseMixer, arXiv 2409.12136); 0 elsewhere. ``at_input``: weights multiply what an
-    expert reads, not what it gives. Where ``limit`` is not 0, experts compute gate
+    (SparseMixer, arXiv 2409.12136); 0 elsewhere. Where ``limit`` is not 0, experts compute gate
     sigmoid(alpha gate) (up + 1), with gate at most ``limit`` and up within it (gpt-oss,
     arXiv 2508.10925).
     """
@@ -41,7 +40,6 @@ class Routing:
     groups: int = 1
     kept_groups: int = 1
     jitter: float = 0.0
-    at_input: bool = False
 
 
 def choose(

@@ -1,5 +1,5 @@
 """Queries that grow with their positions, so that long sequences do not flatten the
-softmax (Llama 4, Ministral 3)."""
+softmax (Ministral 3)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Temperature:
-    """A query at position p is multiplied by 1 + beta log(1 + floor((p + first) /
-    length)). ``layers``: the layers in which it is; empty where it is in all."""
+    """A query at position p is multiplied by 1 + beta log(1 + floor(p / length))."""
 
     beta: float
     length: float
-    first: int = 0
-    layers: tuple[int, ...] = ()
-
-    def of(self, layer: int, factors: Tensor) -> Tensor | None:
-        """``factors`` as a layer takes them."""
-        return factors if not self.layers or layer in self.layers else None
 
 
 def query_factors(temperature: Temperature, positions: Tensor) -> Tensor:
     """positions [T] -> [T, 1] float32."""
-    steps = ((positions.float() + temperature.first) / temperature.length).floor()
+    steps = (positions.float() / temperature.length).floor()
     return (1 + temperature.beta * steps.log1p()).unsqueeze(-1)

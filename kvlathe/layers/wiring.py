@@ -39,6 +39,5 @@ class Wiring:
         if fields.get("routing"):
             fields["routing"] = Routing(**fields["routing"])
         if given := fields.get("temperature"):
-            layers = tuple(given["layers"])
-            fields["temperature"] = Temperature(**given | {"layers": layers})
+            fields["temperature"] = Temperature(**given)
         return cls(**fields)

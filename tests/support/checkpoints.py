@@ -422,6 +422,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             | {"model_type": "pixtral", "num_hidden_layers": 1},
         },
     ),
+    "ministral3-images-untied": (
+        "Mistral3",
+        {
+            "tie_word_embeddings": False,
+            "text_config": sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE)
+            | {"model_type": "ministral3"},
+            "vision_config": dict.fromkeys(SMALL, 8)
+            | {"model_type": "pixtral", "num_hidden_layers": 1},
+        },
+    ),
     "cwm": (
         "Cwm",
         sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)

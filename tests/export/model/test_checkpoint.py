@@ -4,6 +4,7 @@ named, nothing is executed."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,42 @@ def test_base_models_lack_the_first_part_of_every_name(
         }
     save_file(bare, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    assert torch.equal(logits(tmp_path), logits(path))
+
+
+CONSTANTS = {
+    "gpt_neo": ("transformer.h.0.attn.attention.bias",),
+    "gpt_neox": (
+        "gpt_neox.layers.0.attention.bias",
+        "gpt_neox.layers.0.attention.masked_bias",
+    ),
+    "codegen": ("transformer.h.0.attn.causal_mask",),
+}
+"""Constants of older checkpoints, which transformers leaves out, too."""
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_of_older_checkpoints_are_left_out(
+    name: str, reference: Reference, tmp_path: Path
+) -> None:
+    path, _ = reference(name)
+    tensors = load_file(path / "model.safetensors")
+    assert not {*CONSTANTS[name]} & {*tensors}
+    constants = {key: torch.ones(1, 1, 4, 4) for key in CONSTANTS[name]}
+    save_file(tensors | constants, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    assert torch.equal(logits(tmp_path), logits(path))
+
+
+def test_the_text_of_a_larger_model_may_have_a_head_of_its_own(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """The configuration of Mistral 3 says "tied" where nothing is said."""
+    path, _ = reference("ministral3-images-untied")
+    raw = json.loads((path / "config.json").read_text())
+    raw.pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shutil.copy(path / "model.safetensors", tmp_path)
     assert torch.equal(logits(tmp_path), logits(path))
 
 

@@ -168,7 +168,6 @@ class _Layer:
         group: ShardGroup,
     ) -> None:
         self.group = group
-        self.layer, self.temperature = layer, wiring.temperature
         self.parallel = wiring.parallel
         self.head_dim = wiring.head_dim
         self.activation = wiring.activation
@@ -219,15 +218,12 @@ class _Layer:
         query_factors: Tensor | None = None,
     ) -> Tensor:
         """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
-        tokens alone, [R, D]. Queries times ``query_factors`` [T, 1], where this layer
-        takes them."""
+        tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]."""
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = attend(q, k, v, angles, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
-        if query_factors is not None and self.temperature is not None:
-            query_factors = self.temperature.of(self.layer, query_factors)
         return run_layer(self, x, attention, rows, query_factors)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
