@@ -67,8 +67,8 @@ def _processor() -> Iterator[Finding]:
     if cpuinfo.is_file():
         named = re.search(r"model name\s*: (.*)", cpuinfo.read_text("utf-8", "replace"))
         flags = f"{named[1]}, " if named else ""
-    cores = machine.cores()
-    yield Finding("CPU", f"{flags}{platform.machine()}, {cores} cores for this process")
+    said = f"{platform.machine()}, {machine.cores()} cores for this process"
+    yield Finding("CPU", f"{flags}{said}")
     free, total = machine.free_bytes(), machine.memory_bytes()
     said = f"{console.human_bytes(free)} free of {console.human_bytes(total)}"
     remedy = "end other programs, or raise the container's limit"
@@ -97,8 +97,12 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("GPU", "no NVIDIA driver is installed; engines run on the CPU")
         return
     fields = "name,memory.total,memory.used,driver_version,compute_cap"
-    asked = [smi, f"--query-gpu={fields}", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [smi, f"--query-gpu={fields}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         said = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
@@ -106,8 +110,8 @@ def _gpu() -> Iterator[Finding]:
         return
     for number, line in enumerate(lines):
         name, total, used, driver, capability = line.split(", ")
-        memory = f"{used} of {total} in use"
-        yield Finding(f"GPU {number}", f"{name}, sm {capability}, {memory}, {driver}")
+        said = f"{name}, sm {capability}, {used} of {total} in use, {driver}"
+        yield Finding(f"GPU {number}", said)
     yield from _torch_of_gpu()
 
 

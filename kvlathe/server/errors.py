@@ -138,7 +138,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     )
 
 
-def unfit(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
+def unfit(error: ValidationError, fields: Mapping[str, object]) -> ApiError:
     """400 for a chat with ``fields`` that another API's request cannot become."""
     first = error.errors()[0]
     param = ".".join(field_of(first["loc"], fields)) or None

@@ -60,8 +60,8 @@ class HarmonyCalls:
     ) -> Structure:
         """The structure of a call behind CALL."""
         head = f"{NAME} <|constrain|>json{MESSAGE}"
-        own = Calls("", head, "", "", "", 1, tokenizer.specials_in(head))
-        return Structure.calls(own, tools)
+        specials = tokenizer.specials_in(head)
+        return Structure.calls(Calls("", head, "", "", "", 1, specials), tools)
 
 
 class HarmonyReader:

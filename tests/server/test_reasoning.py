@@ -372,7 +372,7 @@ def test_messages_that_ask_for_thoughts_have_them_where_the_template_does_not_th
         assert [block["type"] for block in plain["content"]] == ["text"]
 
 
-def test_what_a_user_says_of_marks_begins_no_thoughts() -> None:
+def test_marks_in_words_of_a_user_begin_no_thoughts() -> None:
     turns = [
         {"role": "user", "content": "what does <think> mean?"},
         {"role": "assistant", "content": "It is"},

@@ -35,8 +35,8 @@ class Writer:
 
     def begin(self, usage: Json) -> list[Json]:
         """The first event."""
-        message = {**self.message, "content": [], "usage": usage_of(usage)}
-        return [{"type": "message_start", "message": message}]
+        begun = {"content": [], "usage": usage_of(usage)}
+        return [{"type": "message_start", "message": self.message | begun}]
 
     def add(self, piece: Json, thoughts: int) -> list[Json]:
         """Events of a piece of a chat's choice; tokens of ``thoughts`` are not told
@@ -58,9 +58,8 @@ class Writer:
         events = self._close()
         if cut and self._blocks and self._blocks[-1]["type"] == CALL:
             self._blocks[-1] = {"type": TEXT, TEXT: cut}
-        stopped = self._stop is not None
         said = {
-            "stop_reason": "stop_sequence" if stopped else REASONS[self._reason],
+            "stop_reason": "stop_sequence" if self._stop else REASONS[self._reason],
             "stop_sequence": self._stop,
         }
         self.message |= {**said, "usage": usage_of(usage)}
@@ -75,8 +74,8 @@ class Writer:
     def _text(self, kind: str, text: str) -> list[Json]:
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
-            block: Json = {"type": kind, kind: ""}
-            events += self._begin(block | ({"signature": ""} if kind != TEXT else {}))
+            signed = {"signature": ""} if kind != TEXT else {}
+            events += self._begin({"type": kind, kind: "", **signed})
         assert self._open is not None
         self._open[kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
@@ -84,8 +83,8 @@ class Writer:
     def _call(self, call: Json) -> list[Json]:
         function, events = call["function"], list[Json]()
         if "id" in call:
-            block: Json = {"type": CALL, "id": call["id"], "name": function["name"]}
-            events += self._begin({**block, "input": {}})
+            named = {"id": call["id"], "name": function["name"]}
+            events += self._begin({"type": CALL, **named, "input": {}})
         if not (arguments := function["arguments"]):
             return events
         self._arguments += arguments
@@ -99,9 +98,8 @@ class Writer:
         events = self._close()
         self._blocks.append(block)
         self._open = block
-        place = len(self._blocks) - 1
-        said = {"type": "content_block_start", "index": place}
-        return [*events, {**said, "content_block": {**block}}]
+        said: Json = {"type": "content_block_start", "content_block": {**block}}
+        return [*events, {**said, "index": len(self._blocks) - 1}]
 
     def _close(self) -> list[Json]:
         """Close the open block."""

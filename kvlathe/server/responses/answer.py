@@ -79,9 +79,11 @@ class Writer:
 
     def fail(self, error: ApiError) -> list[Json]:
         """The last event of a response that fails in its middle."""
-        code = ERRORS.get(error.status_code, "server_error")
         self.response["status"] = "failed"
-        self.response["error"] = {"code": code, "message": error.detail}
+        self.response["error"] = {
+            "code": ERRORS.get(error.status_code, "server_error"),
+            "message": error.detail,
+        }
         return [self._event("response.failed", response=self.response)]
 
     # -- items -------------------------------------------------------------------------

@@ -42,8 +42,7 @@ class MessageItem(Loose):
     def add_to(self, turns: list[Json]) -> None:
         text = text_of(self.content)
         if self.role == ASSISTANT:
-            turn = answer_of(turns, ("content", "tool_calls"))
-            turn["content"] = text
+            answer_of(turns, ("content", "tool_calls"))["content"] = text
         else:
             turns.append({"role": self.role, "content": text})
 
@@ -72,8 +71,8 @@ class OutputItem(Loose):
     output: str | Items[TextPart]
 
     def add_to(self, turns: list[Json]) -> None:
-        said = {"role": "tool", "tool_call_id": self.call_id}
-        turns.append({**said, "content": text_of(self.output)})
+        text = text_of(self.output)
+        turns.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
 
 
 class ThoughtPart(Loose):

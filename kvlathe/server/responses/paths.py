@@ -58,8 +58,9 @@ class Responses:
         writer, stream = Writer(body), body.stream is True
 
         async def kept() -> AsyncGenerator[Json, None]:
-            whole = events_of(self.service, job, tenant, writer, NAMES, stream)
-            async with aclosing(whole) as events:
+            async with aclosing(
+                events_of(self.service, job, tenant, writer, NAMES, stream)
+            ) as events:
                 async for said in events:
                     yield said
             if body.store is not False and writer.response["status"] != "failed":
@@ -177,19 +178,25 @@ def add_kept(app: FastAPI, responses: Responses) -> None:
         """The items before a response's output. ``order``: "desc", the newest first;
         ``after``: the id of the item before the first."""
         items = responses.kept(request.state.tenant, name).items
-        items = items if order == "asc" else items[::-1]
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise ApiError(
-                404, f"after: there is no item '{after:.80}'", "after", "item_not_found"
-            )
-        start = 0 if after is None else ids.index(after) + 1
-        page, listed = items[start : start + limit], ids[start : start + limit]
-        said: Json = {
-            "object": "list",
-            "data": page,
-            "first_id": listed[0] if listed else None,
-            "last_id": listed[-1] if listed else None,
-            "has_more": len(items) > start + limit,
-        }
-        return JSONResponse(said)
+        return JSONResponse(
+            page_of(items if order == "asc" else items[::-1], limit, after)
+        )
+
+
+def page_of(items: Sequence[Json], limit: int, after: str | None) -> Json:
+    """At most ``limit`` of the items, the first of them the one behind the item with the
+    id ``after``. Raises ApiError where no item has that id."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(
+            404, f"after: there is no item '{after:.80}'", "after", "item_not_found"
+        )
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > start + limit,
+    }
