@@ -1,5 +1,5 @@
-"""Adds the native library and its sources to wheels, and names them after the platform
-where they hold a library. All else is in pyproject.toml."""
+"""Adds the native library, its sources and data/ to wheels, and names them after the
+platform where they hold a library. All else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class BuildWithLibrary(build_py):
         package = Path(self.build_lib) / "kvlathe"
         sources = package / "plugins_cpp"  # for kvlathe native of the installed package
         shutil.copytree(native_build.SOURCES, sources, dirs_exist_ok=True)
+        shutil.copytree(ROOT / "data", package / "data", dirs_exist_ok=True)
         native_build.build_into(package)
 
 

@@ -118,13 +118,13 @@ def build(config: BuildConfig) -> Path:
     with phase("reading the config and the checkpoint"):
         order = accept(config)
         kept = cache.find(order.key) if config.use_cache else None
-    if kept is not None and (kept.measured or not config.measure):
+    if kept is not None and _is_measured(kept, config):
         log.info("the same engine was built before: taken from the cache")
         check_kl(kept.measured, config.max_kl, config.compression)
         with appearing(config.output_dir, config.overwrite) as folder:
             cache.give(order.key, kept, folder)
             deal(read_plan(folder), config.tensor_parallel_size)
-            _renew(folder, kept, order.config)
+            _renew(folder, kept, order)
         if kept.measured and kept.measured.breaks:
             log.warning("%s", kept.measured.warning)
         tell(kept.measured)
@@ -133,13 +133,22 @@ def build(config: BuildConfig) -> Path:
     with appearing(config.output_dir, config.overwrite) as folder, within(job):
         lost = _make(job, folder, began)
     if config.use_cache:
-        if kept is not None:  # it was not measured
+        if kept is not None:  # it was not measured, or not for so long
             cache.drop(order.key)
         log.info("keeping a copy in the cache")
         with phase("keeping a copy"):
             cache.keep(order.key, config.output_dir)
     tell(lost)
     return config.output_dir
+
+
+def _is_measured(kept: Manifest, config: BuildConfig) -> bool:
+    """Whether a cached engine was measured as a config wants it: one that asks for more
+    time than that took gets another measurement, where there is more to read."""
+    if kept.measured is None:
+        return not config.measure
+    most = config.measure_seconds or 0.0
+    return not kept.measured.left_out or kept.measured.seconds >= most
 
 
 def within(job: Job) -> AbstractContextManager[None]:
@@ -175,9 +184,10 @@ def rotate(config: BuildConfig) -> list[int]:
     return rotated.keys
 
 
-def _renew(folder: Path, kept: Manifest, config: BuildConfig) -> None:
+def _renew(folder: Path, kept: Manifest, order: Order) -> None:
     """Make the report and the manifest of a cached engine, copied to ``folder``, speak
     of this build."""
+    config = order.config
     from kvlathe.export.report.heading import Heading, heading, renew
 
     described = dataclasses.replace(
@@ -194,7 +204,7 @@ def _renew(folder: Path, kept: Manifest, config: BuildConfig) -> None:
             described.command,
             described.created,
             config.output_dir,
-            config.model,
+            order.named,
         )
     )
     page.write_text(renew(page.read_text("utf-8"), fields), "utf-8")
@@ -372,6 +382,6 @@ def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -
         limits=dataclasses.asdict(limits),
         versions=described.versions,
         engine=order.config.output_dir,
-        checkpoint=order.config.model,
+        checkpoint=order.named,
     )
     write_report(folder / REPORT_FILE, data)

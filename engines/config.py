@@ -12,7 +12,6 @@ from kvlathe.base.adapters import read_adapter
 from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.flags import flag_of
-from kvlathe.base.package import FOLDER
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
@@ -41,7 +40,8 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
     **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
     **dict.fromkeys(
-        (*HOW_MUCH, "max_kl", "gpu_memory_utilization"), ((int, float), "number")
+        (*HOW_MUCH, "max_kl", "measure_seconds", "gpu_memory_utilization"),
+        ((int, float), "number"),
     ),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(
@@ -82,7 +82,8 @@ class BuildConfig:
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
     The plan is measured against the uncompressed model before it is written, unless
-    ``measure`` is False; ``max_kl``: the build is refused where it then loses more, in
+    ``measure`` is False, in about ``measure_seconds`` (None: by its size and the build's
+    time); ``max_kl``: the build is refused where it then loses more, in
     nats a token at any length.
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
     fresh tokens. ``weights``: number format of the weights (None: ``dtype``,
@@ -106,6 +107,7 @@ class BuildConfig:
     text: Path | None = None
     retrieval: Path | None = None
     measure: bool = True
+    measure_seconds: float | None = None
     max_kl: float | None = None
     basis: Literal["svd", "balanced"] | None = None
     allocation: Literal["rate", "uniform", "global"] | None = None
@@ -192,19 +194,6 @@ class BuildConfig:
                 "lower it",
             )
         return limits
-
-
-def shipped(name: str, option: str) -> Path:
-    """A data file of this project, for where the user gave none. Outside the source
-    tree there is none."""
-    path = FOLDER.parent / "data" / name
-    if not path.is_file():
-        raise KvlatheError(
-            f"{option} is missing",
-            f"{name} is only part of the source tree",
-            f"give {option} FILE",
-        )
-    return path
 
 
 def check(config: BuildConfig) -> None:
@@ -312,7 +301,7 @@ def _check_target(config: BuildConfig) -> None:
                 "it is a fraction",
                 "give a number from 0 to 1",
             )
-    _check_max_kl(config)
+    _check_measuring(config)
     if config.stats and (config.calibration or config.calibration_tokens):
         raise _refused(
             "--stats with --calibration",
@@ -334,14 +323,24 @@ def check_share(share: float) -> None:
         )
 
 
-def _check_max_kl(config: BuildConfig) -> None:
-    if config.max_kl is None:
-        return
-    flag = f"{flag_of('max_kl')} {config.max_kl:g}"
-    if not config.measure:
-        raise _refused(flag, "nothing is measured", "leave out --no-measure")
-    if not config.max_kl >= 0:
-        raise _refused(flag, "it is nats a token", "give 0 or more, such as 0.05")
+def _check_measuring(config: BuildConfig) -> None:
+    for name in ("max_kl", "measure_seconds"):
+        value = getattr(config, name)
+        if value is not None and not config.measure:
+            flag = f"{flag_of(name)} {value:g}"
+            raise _refused(flag, "nothing is measured", "leave out --no-measure")
+    if config.max_kl is not None and not config.max_kl >= 0:
+        raise _refused(
+            f"{flag_of('max_kl')} {config.max_kl:g}",
+            "it is nats a token",
+            "give 0 or more, such as 0.05",
+        )
+    if config.measure_seconds is not None and not config.measure_seconds > 0:
+        raise _refused(
+            f"{flag_of('measure_seconds')} {config.measure_seconds:g}",
+            "it is the time of a measurement",
+            "give a number above 0",
+        )
 
 
 def _check_sizes(config: BuildConfig) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.package import FOLDER
+from kvlathe.base.package import DATA
 from kvlathe.base.tokenizer_files import has_backend
 from kvlathe.engines.order import Order
 from kvlathe.engines.phases import phase
@@ -57,7 +57,9 @@ def measured(
     log.info("measuring what the plan loses")
     with phase("measuring"):
         held_out = held_out_of(order, checkpoint, planned.stats)
-        seconds = max(_seconds(checkpoint), spent * SHARE / (1 - SHARE))
+        seconds = config.measure_seconds
+        if seconds is None:
+            seconds = max(_seconds(checkpoint), spent * SHARE / (1 - SHARE))
         made = planned.plan, planned.basis
         brief = order.compression.removes_nothing
         found = measure(checkpoint, made, held_out, seconds, config.seed, brief)
@@ -66,6 +68,13 @@ def measured(
     check_kl(found, config.max_kl, config.compression)
     if found is not None and found.breaks:
         log.warning("%s", found.warning)
+    if found is not None and found.is_short and not brief:
+        log.warning(
+            "%s tokens say little of a longer cache: --measure-seconds %.0f gives the "
+            "measurement more time than it had",
+            f"{found.whole.tokens:,}",
+            max(MOST_SECONDS, 4 * found.seconds),
+        )
     return found
 
 
@@ -118,10 +127,9 @@ def held_out_of(order: Order, checkpoint: Checkpoint, stats: Stats | None) -> He
 def _files(order: Order, stats: Stats | None) -> Sequence[Path]:
     """Texts to measure on: the user's own first, of which some may be left unread."""
     config = order.config
-    data = FOLDER.parent / "data"
     given = [Path(name) for name in (config.calibration, config.text) if name]
-    own = [path for path in given if path.is_file() and path.parent != data]
-    files = list(dict.fromkeys([*own, data / HELD_OUT]))
+    own = [path for path in given if path.is_file() and path.parent != DATA]
+    files = list(dict.fromkeys([*own, DATA / HELD_OUT]))
     # Statistics that come in a file name the text they were taken on, and no more.
     known = stats.source.get("source") if config.stats and stats else ""
     return [path for path in files if path.is_file() and path.name != known]

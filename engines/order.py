@@ -23,7 +23,7 @@ from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.flags import flag_of
 from kvlathe.base.gguf_files import gguf_of
-from kvlathe.base.package import FOLDER
+from kvlathe.base.package import DATA
 from kvlathe.base.tokenizer_files import FILES
 from kvlathe.engines import cache
 from kvlathe.engines.backends import (
@@ -34,7 +34,7 @@ from kvlathe.engines.backends import (
     check_token_ranking,
     check_windows,
 )
-from kvlathe.engines.config import HOW_MUCH, BuildConfig, check, shipped
+from kvlathe.engines.config import HOW_MUCH, BuildConfig, check
 from kvlathe.engines.rotation import CHECKPOINT
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ NOT_IN_KEY = (
     "overwrite",
     "use_cache",
     "measure",
+    "measure_seconds",
     "max_kl",
     "command",
 )
@@ -72,7 +73,7 @@ WHOLE_CHECKPOINTS = (
 """Backends that hand the checkpoint's own files on."""
 
 
-CALIBRATION_TEXT = FOLDER.parent / "data" / "calibration_text.jsonl"
+CALIBRATION_TEXT = DATA / "calibration_text.jsonl"
 OF_ACCURACY = ("metric", "text", "retrieval")
 """Options that say how --accuracy is measured."""
 OF_BASES = ("basis", "allocation", "rope_fold", "centre")
@@ -87,7 +88,8 @@ class Order:
 
     ``outline``: what the compression decides without statistics. ``searched``: whether
     nobody said how much its ranks remove, so that their own size is searched for,
-    whatever stands beside them."""
+    whatever stands beside them. ``named``: the model as it was named, where the config
+    has the folder that was made of it."""
 
     config: BuildConfig
     compression: Compression
@@ -95,6 +97,7 @@ class Order:
     backend: Backend
     built: Built
     searched: bool = False
+    named: Path = Path("MODEL")
 
     @property
     def options(self) -> RankOptions:
@@ -136,11 +139,12 @@ def accept(config: BuildConfig) -> Order:
     _check_tokens(config, compression, outline)
     _warn_unheard(config, compression)
     module = backend(config.backend)
+    named = config.model
     config = dataclasses.replace(config, model=folder_of(config.model, config.backend))
     searched = _leaves_size_open(config, compression)
     config = _resolved(config, compression)
     built = module.identify(config.backend)
-    return Order(config, compression, outline, module, built, searched)
+    return Order(config, compression, outline, module, built, searched, named)
 
 
 def folder_of(model: Path, backend: str = "") -> Path:
@@ -290,7 +294,7 @@ def _resolved(config: BuildConfig, compression: Compression) -> BuildConfig:
     if kind is not None and source is None and config.stats is None:
         source = kind
         if kind != RANDOM:
-            source = str(shipped("calibration_text.jsonl", "--calibration"))
+            source = str(CALIBRATION_TEXT)
     config = dataclasses.replace(config, calibration=source)
     return _measured_on(config) if compression.measured else _scored_on(config)
 
@@ -337,12 +341,9 @@ def _scored_on(config: BuildConfig) -> BuildConfig:
     if config.metric == "retrieval":
         return dataclasses.replace(
             config,
-            retrieval=config.retrieval
-            or shipped("line_retrieval.jsonl", "--retrieval"),
+            retrieval=config.retrieval or DATA / "line_retrieval.jsonl",
         )
-    return dataclasses.replace(
-        config, text=config.text or shipped("calibration_text.jsonl", "--text")
-    )
+    return dataclasses.replace(config, text=config.text or CALIBRATION_TEXT)
 
 
 def _divergence_on(config: BuildConfig) -> BuildConfig:
@@ -371,7 +372,7 @@ def _priced_on(config: BuildConfig) -> BuildConfig:
     if config.text is not None or config.calibration == RANDOM:
         return config
     own = config.calibration and Path(config.calibration)
-    text = own or shipped("calibration_text.jsonl", "--text")
+    text = own or CALIBRATION_TEXT
     return dataclasses.replace(config, text=text)
 
 

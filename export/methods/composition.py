@@ -109,7 +109,8 @@ def _check_target(
         raise KvlatheError(
             f"{compression} cannot remove a given share",
             "none of its methods chooses the ranks",
-            "compose it with one that does, or leave the share out",
+            "build with auto, which finds what to remove; or compose it with fdc or "
+            "zack, or leave the share out",
         )
     if has_ratio and outline.has_budget:
         raise KvlatheError(

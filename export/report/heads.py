@@ -99,6 +99,11 @@ class Map:
     top: float
     decimals: int = 0
 
+    @property
+    def differs(self) -> bool:
+        """Whether a head has another number than the others; else a sentence says all."""
+        return bool(np.ptp(self.values) > 10.0**-self.decimals / 2)
+
 
 @styled
 def heat_map(shown: Map) -> Markup:

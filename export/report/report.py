@@ -87,6 +87,7 @@ def render(data: ReportData) -> str:
     layout = CacheLayout(plan)
     checked = data.evidence and stability(data.evidence, held, plan.model.head_dim)
     uncompressed = _uncompressed(data)
+    maps = _maps(plan, held)
     return template.render(
         data=data,
         style=Markup(STYLE + OWN_STYLE.read_text(encoding="utf-8")),
@@ -109,7 +110,9 @@ def render(data: ReportData) -> str:
         bars=bars(layout, longest, uncompressed),
         kinds=NAMES,
         charts=_charts(data, checked),
-        maps=_maps(plan, held),
+        maps={one.name: heat_map(one) for one in maps if one.differs},
+        coded=any(tier.is_coded for tier in plan.index.tiers),
+        alike=[one for one in maps if not one.differs],
         memory=data.memory,
         spectra=_spectra(data.evidence, held),
         curve=_curve_facts(data),
@@ -181,9 +184,9 @@ def _charts(data: ReportData, checked: Stability | None) -> dict[str, Markup]:
     return drawn
 
 
-def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
-    """Heat maps of the heads: ranks always, bits where pages are quantized, tokens
-    where a rule drops some."""
+def _maps(plan: CompressionPlan, held: Kept) -> list[Map]:
+    """The heads: ranks always, bits where pages are quantized, tokens where a rule drops
+    some."""
     dims = plan.model.head_dim
     whole = f"{held.ranks_k.size * dims:,}"
     shown = [
@@ -208,7 +211,7 @@ def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
         shown.append(
             Map("share", f"tokens kept, % of {held.tokens:,}", 100 * held.share, 100)
         )
-    return {one.name: heat_map(one) for one in shown}
+    return shown
 
 
 def _spectra(evidence: Evidence | None, held: Kept) -> Sequence[Markup]:

@@ -256,10 +256,10 @@ def _written_out(found: re.Match[str]) -> str:
 def human_bytes(count: float) -> str:
     """Bytes in binary units, three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
+        if abs(count) < 1000 or (unit == "B" and abs(count) < 1024):
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:,.3g} TiB"
 
 
 def fail(message: str) -> None:

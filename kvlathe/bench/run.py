@@ -14,6 +14,7 @@ import numpy as np
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import DATA
 from kvlathe.bench import measure, plot
 from kvlathe.bench.load import TRACES, Request, documents, requests, scale_for
 from kvlathe.bench.measure import Point, Target
@@ -50,7 +51,7 @@ class Options:
     cache_requests: int = 8
     latency_factor: float = 2.0
     tolerance: float = 0.08
-    text: Path = Path("data/eval_text.jsonl")
+    text: Path = DATA / "eval_text.jsonl"
     tokenizer: Path | None = None
     max_seq_len: int | None = None
     api_key: str | None = None

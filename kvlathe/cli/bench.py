@@ -12,6 +12,7 @@ import click
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.package import DATA
 from kvlathe.bench.load import TRACES
 from kvlathe.cli.common import PATH, THREADS, Result, reports
 
@@ -92,9 +93,8 @@ def show_curves(result: Result) -> None:
 @click.option(
     "--text",
     type=PATH,
-    default=Path("data/eval_text.jsonl"),
-    show_default=True,
-    help="What prompts are cut from (.jsonl).",
+    default=DATA / "eval_text.jsonl",
+    help="What prompts are cut from (.jsonl). [default: texts that come with kvlathe]",
 )
 @click.option(
     "--tokenizer",

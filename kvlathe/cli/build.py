@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvlathe.base import console, devices
 from kvlathe.base.flags import flag_of
+from kvlathe.base.gguf_files import gguf_of
 from kvlathe.base.hub import checkpoint_folder
 from kvlathe.cli.common import (
     GPU_MEMORY,
     LORA,
     MODEL,
+    MODEL_KINDS,
     PATH,
     REVISION,
     TENSOR_PARALLEL,
@@ -59,6 +62,11 @@ DEVICE = click.option(
 )
 
 
+LARGER = 1.5
+"""How many times the bytes of a GGUF file its engine's weights take before that is
+said."""
+
+
 def show_build(result: Result) -> None:
     if "checkpoint" in result:
         show_pairs(result)
@@ -69,8 +77,7 @@ def show_build(result: Result) -> None:
     rows = [
         ("engine", result["engine"]),
         ("KV bytes a token", result["kv_bytes_per_token"]),
-        ("uncompressed, same number format", result["kv_bytes_per_token_baseline"]),
-        ("uncompressed, 16 bit", result["kv_bytes_per_token_16bit"]),
+        *uncompressed_rows(result),
         ("KV bytes removed", f"{result['kv_bytes_removed']:.1%}"),
         ("weights", result["weights"]),
         ("bytes of the weights", result["weight_bytes"]),
@@ -88,6 +95,17 @@ def show_build(result: Result) -> None:
     show_memory(result["memory"])
     show_shards(result["shards"], result["tokens"])
     show_phases(result["phases"])
+
+
+def uncompressed_rows(result: Result) -> list[tuple[str, object]]:
+    """The bytes that others are a share of: a row, where the same number format has 16
+    bits."""
+    same, half = (
+        result[f"kv_bytes_per_token_{name}"] for name in ("baseline", "16bit")
+    )
+    if same == half:
+        return [("uncompressed, 16 bit", half)]
+    return [("uncompressed, same number format", same), ("uncompressed, 16 bit", half)]
 
 
 def show_phases(phases: list[Result]) -> None:
@@ -173,6 +191,13 @@ HOW_MUCH = (
         "anything is written.",
     ),
     click.option(
+        "--measure-seconds",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="Time of that measurement; more of it reads longer texts. [default: a fifth "
+        "of the build, or up to 60 s by the model's size]",
+    ),
+    click.option(
         "--max-kl",
         type=click.FloatRange(0),
         metavar="NATS",
@@ -190,7 +215,7 @@ LIMITS = (
     click.option(
         "--max-input-len",
         type=click.IntRange(1),
-        help="Tokens of a prompt. [default: max_seq_len]",
+        help="Tokens of a prompt. [default: those of --max-seq-len]",
     ),
     click.option(
         "--max-seq-len",
@@ -228,7 +253,10 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("build", cls=MethodsHelp)
-@MODEL
+@click.argument("word", type=PATH, required=False, metavar="[MODEL]")
+@click.option(
+    "--model", type=PATH, help=f"{MODEL_KINDS} The first word may be it, too."
+)
 @REVISION
 @LORA
 @click.option(
@@ -301,7 +329,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @reports(show_build)
 def build_command(
-    model: Path,
+    word: Path | None,
+    model: Path | None,
     revision: str | None,
     no_cache: bool,
     dry_run: bool,
@@ -314,6 +343,10 @@ def build_command(
     from kvlathe.engines import build as builds
     from kvlathe.engines.phases import recorded
 
+    if word is not None and model is not None:
+        raise click.UsageError(f"{word} and --model {model} both name a model.")
+    if (model := word or model) is None:
+        raise click.UsageError("No model is named: --model DIR|FILE.gguf|org/name.")
     folder = checkpoint_folder(model, revision)
     config = builds.BuildConfig(
         folder, **options, use_cache=not no_cache, command=command_line()
@@ -337,7 +370,35 @@ def build_command(
     seconds = time.monotonic() - started
     of_phases = [dataclasses.asdict(phase) for phase in phases]
     described = describe(engine, config.tensor_parallel_size)
+    name_fewer_bytes(folder, described)
     return {**described, "seconds": seconds, "phases": of_phases}
+
+
+def name_fewer_bytes(model: Path, result: Result) -> None:
+    """Name the flags that would make the engine smaller, where nobody said that it is to
+    be as it is."""
+    context = click.get_current_context()
+
+    def is_default(name: str) -> bool:
+        return context.get_parameter_source(name) is ParameterSource.DEFAULT
+
+    if is_default("compression"):
+        log.info(
+            "nothing was compressed: --compression hack:bits=4, or auto with "
+            "--compression-ratio 0.9, makes the cache smaller"
+        )
+    file, weights = gguf_of(model), result["weight_bytes"]
+    if file is None or not is_default("weights"):
+        return
+    if weights > LARGER * (had := file.stat().st_size):
+        log.info(
+            "the weights take %s in %s, %s was %s: --weights int8 or int4 stores them in "
+            "fewer bits",
+            console.human_bytes(weights),
+            result["weights"],
+            file.name,
+            console.human_bytes(had),
+        )
 
 
 def name_frontier(model: Path, compression: str, engine: Path) -> None:

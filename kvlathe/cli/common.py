@@ -84,13 +84,11 @@ COMPRESSION_OF_MODEL = click.option(
     "on the Hub): its engine is built with this, once, and kept in the cache. "
     "[default: the most that auto removes at a KL of 0.005]",
 )
-MODEL = click.option(
-    "--model",
-    type=PATH,
-    required=True,
-    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors), a GGUF "
-    "file, or the name org/model (org/model/FILE.gguf) of one on the Hub.",
+MODEL_KINDS = (
+    "Checkpoint folder in Hugging Face form (config.json, *.safetensors), a GGUF "
+    "file, or the name org/model (org/model/FILE.gguf) of one on the Hub."
 )
+MODEL = click.option("--model", type=PATH, required=True, help=MODEL_KINDS)
 REVISION = click.option(
     "--revision", help="Branch, tag or commit of a model on the Hub. [default: main]"
 )

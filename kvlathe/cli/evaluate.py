@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvlathe.base import console
+from kvlathe.base.package import DATA
 from kvlathe.cli.common import (
     DEVICE,
     ENGINE,
@@ -181,10 +182,9 @@ def eval_command(
     are made for the engine's own tokenizer, its texts come from --text.
     """
     _check_usage(text, retrieval, whole, report)
-    from kvlathe.engines.config import shipped
     from kvlathe.evaluation.evaluate import evaluate
 
-    text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
+    text = (text or DATA / "eval_text.jsonl") if whole else text
     # A baseline is there at the same time.
     share = gpu_memory_utilization / 2 if baseline else gpu_memory_utilization
     num_shards = tensor_parallel_size

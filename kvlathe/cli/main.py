@@ -36,8 +36,9 @@ from kvlathe.cli.groups import Grouped
 
 EPILOG = """\b
 A first engine:
-  kvlathe build --model models/lathe-5m --output-dir out/mine --compression hack:bits=8
+  kvlathe build MODEL --output-dir out/mine --compression hack:bits=4
   kvlathe generate out/mine --prompt "def main():" --max-new-tokens 64
+MODEL is a checkpoint's folder, a GGUF file or a name on the Hugging Face Hub.
 
 The documentation is in docs/ of the source, and begins with docs/index.md. Flags of
 vLLM, llama.cpp and trtllm-build are translated in docs/migrating.md.
@@ -138,10 +139,33 @@ def _system_error(error: OSError) -> str:
     return str(refused)
 
 
+ELSEWHERE = {
+    "--ctx-size": "--max-seq-len",
+    "--n-ctx": "--max-seq-len",
+    "--n-predict": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+    "--parallel": "--max-batch-size",
+    "--n-gpu-layers": "--device, or --backend cuda of a build",
+    "--kv-cache-dtype": "--compression",
+    "--cache-type-k": "--compression",
+    "--cache-type-v": "--compression",
+    "--quantization": "--weights",
+    "--model": "the first word behind the command",
+    "--calibration": "--calibration of kvlathe build, whose engine this takes",
+}
+"""Flags of other programs, and of other commands, and what says the same here:
+docs/migrating.md has all."""
+
+
 def _usage(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     hint = f" See '{context.command_path} --help'." if context else ""
     said = error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        here = ELSEWHERE.get(error.option_name)
+        said = (
+            f"No such option '{error.option_name}': here it is {here}" if here else said
+        )
     return said + ("" if said.endswith((".", "?")) else ".") + hint
 
 

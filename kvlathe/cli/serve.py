@@ -185,13 +185,15 @@ def serve_command(
     check_keys(settings["keys"])
     check_speculative()
     try:
-        from kvlathe.server.run import Settings, serve
+        from kvlathe.server.run import Settings, listen, serve
     except ImportError as error:
         raise KvlatheError(
             "the server cannot be started",
             f"{error.name} is not installed",
             f"run {pip_install('serve')}",
         ) from error
+    # A build may take minutes: what cannot be served is refused before it.
+    listen(settings["host"], settings["port"]).close()
     share = settings["gpu_memory_utilization"]
     engine = engine_to_run(engine, compression, settings["device"], share)
     serve(engine, Settings(**settings))

@@ -96,9 +96,7 @@ def measured_words(measured: Result | None) -> str:
 
 def show_engine(result: Result) -> None:
     console.print_pairs(result["engine"], facts(result))
-    console.print_table(
-        f"kept ranks, K/V, of {result['head_dim']}", *rank_table(result["lanes"])
-    )
+    show_ranks(result["lanes"], result["head_dim"])
     columns = ("bucket", "format", "layers", "heads", "bytes a page", "tokens")
     console.print_table(
         "what is kept of the tokens",
@@ -134,6 +132,16 @@ def memory_of(plan: CompressionPlan, manifest: Manifest) -> list[dict[str, int]]
     limits = manifest.limits
     sizes = (limits.max_seq_len, limits.max_batch_size, manifest.weight_bytes)
     return memory_table(CacheLayout(plan), *sizes)
+
+
+def show_ranks(lanes: list[Result], head_dim: int) -> None:
+    """Print the ranks of every head; where all are the same, once."""
+    title = f"kept ranks, K/V, of {head_dim}"
+    columns, rows = rank_table(lanes)
+    if len(alike := {cell for row in rows for cell in row[1:]}) > 1:
+        console.print_table(title, columns, rows)
+    else:
+        console.print_pairs("", [(title, f"{alike.pop()} in every head")])
 
 
 def rank_table(

@@ -16,8 +16,8 @@ from kvlathe.base import console, machine
 from kvlathe.base.console import log, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import model_name
+from kvlathe.base.package import DATA
 from kvlathe.engines.build import build
-from kvlathe.engines.config import shipped
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.export.methods.compression import parse
 from kvlathe.frontier import page
@@ -79,8 +79,8 @@ def frontier(
 
 def _exam(options: Options, asked: Asked) -> Exam:
     """Files and sizes, defaults written out."""
-    text = asked.text or shipped("eval_text.jsonl", "--text")
-    retrieval = asked.retrieval or shipped("line_retrieval.jsonl", "--retrieval")
+    text = asked.text or DATA / "eval_text.jsonl"
+    retrieval = asked.retrieval or DATA / "line_retrieval.jsonl"
     if not text.is_file():
         raise KvlatheError(f"{text} cannot be read", "there is no such file")
     every = questions_every(retrieval, asked.questions)

@@ -37,6 +37,9 @@ FOLDED = ("q", "k", "v", "o", "attend")
 """Parts of a layer that a fold may change."""
 LEAST_TOKENS = 256
 """Tokens to which the shortest windows may be cut where there is no time for more."""
+FIRST_TIMES = 2.0
+"""How many times what is allowed the first group may take before it is cut: a few hundred
+tokens say little of a cache, most of whose first page is never quantized."""
 HEAD_COST = 2.0
 """Time of a number of the head, beside that of a number of a layer: its logits are also
 compared."""
@@ -63,7 +66,8 @@ class Running:
 @dataclass(eq=False)
 class Work:
     """A group on its way through the layers: each passage's sequence, and where it is an
-    exercise, what the uncompressed model reads of its end. ``seconds``: of one layer."""
+    exercise, what the uncompressed model reads of its end. ``seconds``: of a layer, on the
+    mean of those it passed; other work on the machine slows down single ones."""
 
     group: Group
     whole: list[Running] = field(default_factory=list)
@@ -170,22 +174,21 @@ class BothModels:
         among them, if need be cut to its first LEAST_TOKENS tokens. ``doing``: that,
         for who watches."""
         deadline = time.monotonic() + seconds
+        longer = (FIRST_TIMES - 1) * seconds
         layers = self.checkpoint.spec.layers
         works = [Work(group) for group in groups]
         pairs = ahead(
             lambda i: LayerPair(self, i), range(layers), self.checkpoint.device
         )
-        total = layers * sum(group.read for group in groups)
         began = time.monotonic()
-        with working(doing, total, "tokens") as advance:
+        with working(f"{doing}, layer by layer", layers) as advance:
             for layer, pair in enumerate(pairs):
                 loading = time.monotonic() - began
                 left = layers - layer
                 works = self._through(pair, works, deadline - loading * left, left)
-                for work in works:
-                    advance(work.group.read)
+                advance(1)
                 ahead_of = (left - 1) * loading
-                works = self._in_time(works, deadline - ahead_of, left - 1)
+                works = self._in_time(works, deadline - ahead_of, longer, left - 1)
                 began = time.monotonic()
         return works
 
@@ -206,7 +209,8 @@ class BothModels:
             for running in work.running:
                 pair.advance(running)
             self._wait()
-            work.seconds = time.monotonic() - started
+            took = time.monotonic() - started
+            work.seconds += (took - work.seconds) / (pair.layer + 1)
             kept.append(work)
         return kept
 
@@ -222,20 +226,23 @@ class BothModels:
         total = left * a_layer + (left - 1) * behind + self._heads([*others, work])
         return time.monotonic() + total <= deadline
 
-    def _in_time(self, works: list[Work], deadline: float, left: int) -> list[Work]:
-        """The works that can end in time, given how long each took in the last layer."""
+    def _in_time(
+        self, works: list[Work], deadline: float, longer: float, left: int
+    ) -> list[Work]:
+        """The works that can end in time, given how long each took in a layer. The first
+        may take ``longer``."""
         works = list(works)
 
-        def late() -> bool:
+        def late(by: float = 0.0) -> bool:
             behind = left * sum(work.seconds for work in works)
-            return time.monotonic() + behind + self._heads(works) > deadline
+            return time.monotonic() + behind + self._heads(works) > deadline + by
 
         while late() and len(works) > 1:
             last = max(
                 works[1:], key=lambda work: (work.group.later, work.group.tokens)
             )
             works.remove(last)
-        while late() and works[0].group.tokens > LEAST_TOKENS:
+        while late(longer) and works[0].group.tokens > LEAST_TOKENS:
             _halve(works[0])
         return works
 

@@ -19,6 +19,9 @@ LEAST_SAME = 0.9
 TIED_KL = 0.001
 """Nats a token below which other next tokens are ties of a model that says little: no
 token's chance has moved by more than sqrt(KL / 2), a fiftieth."""
+LONG_ENOUGH = 1024
+"""Tokens below which a measurement says little of a plan: its first page and the one that
+is being filled, which are in 16 bit, are much of what was read."""
 MOST = 1e12
 """Stands for numbers beyond it, and for those that are none: JSON has no
 infinity."""
@@ -103,6 +106,11 @@ class Measurement:
     def breaks(self) -> bool:
         """Whether the plan breaks the model at any length."""
         return self.worst.breaks
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it ended before LONG_ENOUGH tokens for want of time."""
+        return bool(self.left_out) and self.whole.tokens < LONG_ENOUGH
 
     @property
     def where(self) -> str:

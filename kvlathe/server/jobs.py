@@ -259,7 +259,7 @@ class Jobs:
             if (
                 len(text) > most * self.llm.tokenizer.longest_token
             ):  # splitting megabytes would take seconds
-                said = f"{param}: {len(text):,} characters are too long: this engine's max_input_len is {most}"
+                said = f"{param}: {len(text):,} characters are too long: this engine's --max-input-len is {most}"
                 raise ApiError(400, said, param, "context_length_exceeded")
             text.encode()  # JSON can spell halves of characters
             return self.llm.tokenizer.encode(text, add_special_tokens=special)

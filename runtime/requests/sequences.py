@@ -117,14 +117,15 @@ class SequenceFactory:
         self._check_ids(tokens)
         limits = self._scheduler.limits
         for count, limit, flag in (
-            (len(tokens), limits.max_input_len, "max_input_len"),
-            (len(tokens) + new, limits.max_seq_len, "max_seq_len"),
+            (len(tokens), limits.max_input_len, "max-input-len"),
+            (len(tokens) + new, limits.max_seq_len, "max-seq-len"),
         ):
             if count > limit:
                 raise KvlatheError(
                     f"a prompt of {len(tokens)} tokens with {new} new ones is too long",
-                    f"this engine's {flag} is {limit}",
-                    f"shorten it or build with a larger --{flag}",
+                    f"this engine's --{flag} is {limit}",
+                    f"shorten it, or build with a larger --{flag} if the model has more "
+                    "positions",
                 )
 
     def _check_ids(self, tokens: Items[int]) -> None:

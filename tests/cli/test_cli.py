@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from kvlathe.cli import main as cli
 from kvlathe.cli import run as cli_run
 from kvlathe.cli.frontier import frontier_command
 from kvlathe.cli.groups import GROUPS, Grouped, first_sentence
-from kvlathe.cli.show import rank_table
+from kvlathe.cli.show import rank_table, show_ranks
 from kvlathe.export.model.spec import read_spec
 from kvlathe.tasks.tasks import read_texts
 
@@ -314,6 +315,56 @@ def test_ranks_are_shown_by_layer_and_head() -> None:
         {"head": 1, "rank_k": 0, "rank_v": 0, "fill_from": 0},
     ]
     assert rank_table(lanes) == (("layer", "head 0", "head 1"), [("0", "32/48", "= 0")])
+
+
+def test_heads_that_are_alike_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    lane = {"rank_k": 64, "rank_v": 48, "fill_from": None}
+    alike = [{**lane, "head": head} for _ in range(9) for head in range(2)]
+    show_ranks(alike, 64)
+    assert capsys.readouterr().out.split("\n")[0].endswith("64/48 in every head")
+    show_ranks([{**alike[0], "rank_k": 16}, *alike[1:]], 64)
+    assert capsys.readouterr().out.count("64/48") == len(alike) - 1
+
+
+@pytest.mark.parametrize(
+    ("command", "here"),
+    [
+        (("generate", "MODEL", "--n-predict", "9"), "--max-new-tokens"),
+        (("serve", "MODEL", "--ctx-size", "9"), "--max-seq-len"),
+        (("serve", "--model", "MODEL"), "the first word"),
+        (("build", "MODEL", "--kv-cache-dtype", "fp8"), "--compression"),
+    ],
+)
+def test_a_flag_of_another_program_is_translated(
+    command: tuple[str, ...], here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command) == 2
+    assert f"here it is {here}" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [((), "No model is named"), (("a", "--model", "b"), "both name a model")],
+)
+def test_a_build_takes_one_model(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.run(["build", *words, "--output-dir", str(tmp_path / "out")]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_port_that_is_taken_is_refused_before_a_build(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is no model at all, which only a build would find out."""
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.run(["serve", str(tmp_path), "--port", port]) == 1
+    assert f":{port} cannot be listened on" in capsys.readouterr().err
 
 
 def test_scores_say_what_they_were_measured_on(

@@ -81,11 +81,14 @@ def test_an_sdist_carries_all_that_a_wheel_is_made_of(sdist: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wheel_without_a_library_is_for_any_platform(sdist: Path) -> None:
-    """No compiler is there. The wheel still has the sources of the kernels."""
+    """No compiler is there. The wheel still has the sources of the kernels, and the texts
+    that commands read where nobody gives one."""
     wheel = make("build_wheel", sdist)
     assert wheel.name == f"kvlathe-{kvlathe.__version__}-py3-none-any.whl"
     held = files_of(wheel)
     assert held >= NEEDED and "kvlathe/plugins_cpp/CMakeLists.txt" in held
+    texts = {f"kvlathe/data/{path.name}" for path in (ROOT / "data").glob("*.jsonl")}
+    assert texts and texts <= held
     assert not [name for name in held if name.endswith(".so")]
 
 

@@ -384,6 +384,13 @@ def sealed_plan(budget: int = 0) -> CompressionPlan:
     return CompressionPlan(shape, lanes, groups, score=window)
 
 
+def test_heads_that_are_alike_are_a_sentence_and_no_map() -> None:
+    html = words(make_data(make_plan(step=0)))
+    assert html.count("in every head alike") == 2
+    whole = SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim
+    assert f"K: {whole:,} of {whole:,} dimensions, in every head alike" in html
+
+
 def test_bits_of_heads_are_shown_where_pages_are_quantized() -> None:
     held = kept(sealed_plan())
     assert held.bits_k[0] == pytest.approx([4, 2]) and held.mean_bits == pytest.approx(
