@@ -56,6 +56,7 @@ CURVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["searched", "sealed"])
 def test_a_report_is_whole_at_every_width(
     kind: str, page: Page, tmp_path: Path

@@ -51,6 +51,7 @@ def test_kernels_that_are_turned_off_are_found_with_the_remedy(
     assert "KVLATHE_NATIVE=0" in found.found and found.remedy == "Unset it"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_torch_does_not_see_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def engines(home: Path) -> dict[str, Path]:
     return {name: home / name for name in sizes}
 
 
+@pytest.mark.slow
 def test_inspect_shows_the_plan_that_was_built(
     home: Path, engines: dict[str, Path]
 ) -> None:

@@ -45,6 +45,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return target
 
 
+@pytest.mark.slow
 def test_the_backend_of_the_page_answers_as_onnxruntime_does(
     optimized: types.ModuleType,
     reference: Reference,

@@ -125,6 +125,7 @@ def stored_bytes(engine: Path) -> int:
 
 
 # -- what is built ---------------------------------------------------------------------
+@pytest.mark.slow
 def test_an_engine_of_codes_counts_weights_and_cache(
     engine: Path, request_for: Callable[..., BuildConfig]
 ) -> None:
@@ -175,6 +176,7 @@ def test_an_engine_describes_and_proves_itself(engine: Path) -> None:
     assert all(b".building-" not in path.read_bytes() for path in engine.iterdir())
 
 
+@pytest.mark.slow
 def test_the_log_names_every_long_step_before_it_begins(
     request_for: Callable[..., BuildConfig],
     caplog: pytest.LogCaptureFixture,
@@ -222,6 +224,7 @@ def test_a_changed_weight_is_refused(engine: Path, tmp_path: Path) -> None:
         manifests.verify(copy)
 
 
+@pytest.mark.slow
 def test_a_compressed_engine_at_full_rank_has_the_same_logits(
     request_for: Callable[..., BuildConfig],
 ) -> None:
@@ -274,6 +277,7 @@ def test_an_engine_of_8_bit_floats_has_half_the_bytes_and_nearly_the_logits(
     assert 1e-4 < apart < 0.1 * np.abs(whole).max()
 
 
+@pytest.mark.slow
 def test_engines_cache_in_16_bit_unless_they_are_asked_for_32(
     request_for: Callable[..., BuildConfig], engine: Path
 ) -> None:
@@ -726,6 +730,7 @@ def test_nothing_is_left_of_a_failed_build_and_the_cache_stays_clean(
     assert list(tmp_path.iterdir()) == [] and len(cache.entries()) == kept
 
 
+@pytest.mark.slow
 def test_ratios_are_against_a_cache_without_padding(tmp_path: Path) -> None:
     """Heads of 20 dims are cached as 32: an engine that keeps all of them is larger
     than an ordinary cache."""

@@ -56,6 +56,7 @@ def test_another_adapter_is_another_engine(folders: Folders) -> None:
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_an_engine_holds_the_sum(folders: Folders) -> None:
     """By the command line. Its manifest has the digest of checkpoint and adapters."""
     folder, adapter = folders

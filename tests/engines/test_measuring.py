@@ -64,6 +64,7 @@ def shown(engine: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict, str, 
     return facts, words, " ".join(page.split())
 
 
+@pytest.mark.slow
 def test_an_engine_says_everywhere_what_its_plan_loses(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_an_engine_says_everywhere_what_its_plan_loses(
     assert "Lost beside the uncompressed model" in page and "Warning:" not in page
 
 
+@pytest.mark.slow
 def test_a_plan_that_breaks_the_model_warns_wherever_it_is_shown(
     model: Path,
     tmp_path: Path,
@@ -128,6 +130,7 @@ def test_a_plan_that_loses_more_than_was_allowed_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_not_measured_says_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_a_build_parses_its_compression_once(
     parsed: list[str], reference: Reference, tmp_path: Path
 ) -> None:

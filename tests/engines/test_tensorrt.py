@@ -131,6 +131,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_the_products_and_the_softmaxes_of_every_layer_are_required(
     exported: Path,
 ) -> None:

@@ -177,6 +177,7 @@ def test_an_engine_beside_itself_loses_nothing(result: dict) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compressed_engine_is_compared(result: dict) -> None:
     found = run_suite(
         llm("onnx", "coded", limits=SMALL), llm("onnx", "one", limits=SMALL), TEXT, EXAM

@@ -70,6 +70,7 @@ def built_here(
     methods().update(before)
 
 
+@pytest.mark.slow
 def test_the_example_of_a_compressed_stream_says_what_is_removed(
     built_here: Callable[[str], str],
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_example_of_a_compressed_stream_says_what_is_removed(
     assert "of the cache's bytes removed" in said and said.count("\n") == 3
 
 
+@pytest.mark.slow
 def test_the_example_of_an_own_method_removes_about_half(
     built_here: Callable[[str], str],
 ) -> None:

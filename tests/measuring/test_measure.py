@@ -101,6 +101,7 @@ def test_a_plan_that_removes_nothing_loses_nothing(family: str, tmp_path: Path) 
     assert found.whole.perplexity_ratio == 1 and not found.breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compression",
     ["hack:bits=2", "fdc", "window:recent=32", "h2o:budget=64", "zipcache"],
@@ -212,6 +213,7 @@ def test_where_there_is_no_time_a_few_tokens_are_measured(
     assert math.isfinite(found.whole.kl) and found.whole.scored > 0
 
 
+@pytest.mark.slow
 def test_exercises_are_kept_by_a_plan_that_keeps_everything_and_lost_by_a_window(
     tmp_path: Path,
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_step_attends_every_form(cuda: CudaLibrary, case: Case) -> None:
     check(cuda, case)
 
 
+@pytest.mark.slow
 @settings(SLOW, max_examples=12)
 @given(case=sealed_steps())
 def test_the_cpu_kernels_attend_the_same(library: Library, case: Case) -> None:

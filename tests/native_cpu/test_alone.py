@@ -138,6 +138,7 @@ SHAPES = [(1, 64, 64), (3, 64, 32), (8, 64, 64), (5, 128, 128), (4, 128, 64)]
 """Query heads of a KV head, tokens of a page and of a group of V."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", CODED)
 @pytest.mark.parametrize("name", BATCHES)
 def test_warps_alone_answer_as_blocks(

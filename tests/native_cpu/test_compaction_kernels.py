@@ -147,6 +147,7 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
     laws.answers_are_those_of_masked_attention(ours, keep, close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_compacting_nothing_changes_no_answer_in_the_kernels(
     native: Native, moving: ctypes.CDLL, kind: str

@@ -67,6 +67,7 @@ CLOSE = {"onnx": 1e-3, "torch": 1e-2}
 otherwise."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ON_HOST)
 def test_logits_are_those_of_the_cpu(
     compute: str, native: Native, engine: tuple[Path, CompressionPlan]

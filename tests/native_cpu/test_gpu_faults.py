@@ -72,6 +72,7 @@ def out_of_memory() -> None:
     raise torch.OutOfMemoryError(said)
 
 
+@pytest.mark.slow
 def test_steps_without_memory_are_cut_and_everybody_is_answered_as_alone(
     served: Served, alone: list[list[int]]
 ) -> None:
@@ -220,6 +221,7 @@ main.main(arguments)
 """A server on a stand-in of a GPU, which is lost after 60 steps."""
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_ends_the_process_with_a_reason_once_everybody_is_told(
     native: Native,
 ) -> None:

@@ -162,6 +162,7 @@ def emulated(
     return step.run(library, "cpu")[0]
 
 
+@pytest.mark.slow
 @SOME
 @given(case=mixed_steps([64, 128], 7, [0, 1, 1, 1, 2, 3]))
 def test_a_step_over_many_buckets_is_masked_attention(
@@ -281,6 +282,7 @@ def emulated_session(
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
 
+@pytest.mark.slow
 def test_a_session_answers_as_the_one_on_the_cpu(
     native: Native, library: AttentionLibrary
 ) -> None:

@@ -125,6 +125,7 @@ def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,
@@ -195,6 +196,7 @@ def test_requests_side_by_side_are_answered_as_alone(
         assert answer.token_ids[:30] == alone.token_ids[:30]
 
 
+@pytest.mark.slow
 def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
     native: Native, kernels: ctypes.CDLL
 ) -> None:

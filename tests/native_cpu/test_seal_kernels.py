@@ -50,6 +50,7 @@ def seal(
     return pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [64, 80])
 @pytest.mark.parametrize("tier", TIERS, ids=str)
 def test_seal_writes_the_codes_of_the_codec(

@@ -145,6 +145,7 @@ def test_pages_move_and_come_back(shards_of: Callable[[int], HostShards]) -> Non
     assert session.read_page(0, 5) == data == session.read_page(0, 3)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_was_swapped_out_is_answered_as_before(
     shards_of: Callable[[int], HostShards], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def gone(process: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_idle_ends_the_engine(workers: HostShards) -> None:
     llm = workers.llm(ENGINE)
     llm.generate([list(text(9))], SamplingParams(max_new_tokens=2))
@@ -142,6 +143,7 @@ def serving(native: Native) -> tuple[subprocess.Popen[str], int, str]:
     return server, follower, address
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_server_once_everybody_is_told(native: Native) -> None:
     """In the middle of streams and of answers; those that wait are told, too."""
     server, follower, url = serving(native)

@@ -200,6 +200,7 @@ def folder(tmp_path: Path) -> Path:
     return built_folder(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_engine_folder_alone_loads_and_answers(folder: Path) -> None:
     engine = LLM.load(folder, threads=2)
     question = json.loads(

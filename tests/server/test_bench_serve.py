@@ -305,6 +305,7 @@ def test_answers_that_are_not_whole_are_no_measurement(fault: str, said: str) ->
         server.stop()
 
 
+@pytest.mark.slow
 def test_urls_are_compared_and_drawn(stub: Stub, tmp_path: Path) -> None:
     fast = Stub(places=8, seconds=0.02)
     try:

@@ -83,6 +83,7 @@ def test_bytes_by_head_add_up_to_the_pool(paged: Served) -> None:
     assert served.idle() or view["kept_bytes"] >= 0
 
 
+@pytest.mark.slow
 def test_a_chat_streams_beside_a_live_cache(paged: Served, page: Page) -> None:
     page.looks(1200, 800)
     page.open(f"{paged.url}/")

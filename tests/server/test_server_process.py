@@ -93,6 +93,7 @@ def running(command: list[str]) -> Generator[tuple[subprocess.Popen[str], str]]:
         server.wait()
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
     process: tuple[subprocess.Popen[str], str], hurry: Path
 ) -> None:
@@ -204,6 +205,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_beyond_the_files_stop_nobody(folder: Path) -> None:
     """They are closed, the oldest first, and one line says so."""
     options = ["--port", "0", "--threads", "1", "--cache-size", "16M"]
@@ -237,6 +239,7 @@ def test_a_port_in_use_is_refused_in_one_line_before_anything_is_loaded(
     assert "cannot be listened on" in done.stderr
 
 
+@pytest.mark.slow
 def test_evicted_prefixes_outlive_a_server_that_is_killed(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

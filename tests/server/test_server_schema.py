@@ -59,6 +59,7 @@ def served_here(case: schemathesis.Case) -> schemathesis.Case:
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "label",
     ["POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models/{name}"],

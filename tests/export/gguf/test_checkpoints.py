@@ -226,6 +226,7 @@ def test_the_same_file_elsewhere_is_the_same_model(tmp_path: Path) -> None:
     assert Checkpoint(folder_of(file)).digest != first.digest
 
 
+@pytest.mark.slow
 def test_an_engine_serves_without_its_file(tmp_path: Path) -> None:
     """And answers as one from the model's own folder. It is named after the file."""
     file, _ = made(tmp_path, "qwen2")

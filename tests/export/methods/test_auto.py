@@ -202,6 +202,7 @@ def kl_of(plan: CompressionPlan, basis: Basis, texts: list[tuple[int, ...]]) -> 
     return sums.kl / sums.tokens
 
 
+@pytest.mark.slow
 def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

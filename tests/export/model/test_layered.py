@@ -159,6 +159,7 @@ print(json.dumps([peak() - before, need.bytes, float(found.windows.min())]))
 """
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_the_memory_that_was_foretold(tmp_path: Path) -> None:
     """512 rows of 262,144 logits are 0.5 GB, of which the plain way holds several."""
     from transformers import LlamaConfig, LlamaForCausalLM

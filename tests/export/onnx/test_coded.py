@@ -51,6 +51,7 @@ def held(
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -407,6 +407,7 @@ def test_export_twice_gives_the_same_readable_file(dtype: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_foreign_weights_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

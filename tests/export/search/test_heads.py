@@ -47,6 +47,7 @@ def windowed(checkpoint: Checkpoint, lane: int | None) -> Decoder:
     return reading(decoder_from(checkpoint, *made))
 
 
+@pytest.mark.slow
 def test_prices_are_what_the_model_loses(tmp_path: Path) -> None:
     """On text alone a price is a KL divergence: that of the whole model, run with the
     window, to second order."""
@@ -67,6 +68,7 @@ def test_prices_are_what_the_model_loses(tmp_path: Path) -> None:
     assert np.array_equal(prices, again) and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_dearest_head_is_the_one_that_finds(tmp_path: Path) -> None:
     """Prices of exercises; a line is asked for, 600 tokens after it was said, which is
     no exercise. Without one head the model does not find it."""

@@ -75,6 +75,7 @@ EVICTED = rest_nightly(
 """Each kind in one place; in every place, nightly."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), EVICTED)
 def test_an_evicted_prefix_comes_back_and_changes_nothing(
     kind: str, place: str, tmp_path: Path, expected: dict[str, list[int]]
@@ -130,6 +131,7 @@ def test_tenants_do_not_find_each_others_files(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o77 == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(data=st.data())
 def test_a_damaged_file_costs_its_block_and_nothing_else(

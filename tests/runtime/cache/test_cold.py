@@ -110,6 +110,7 @@ def test_a_sequence_is_swapped_and_comes_back(kind: str) -> None:
     assert after == before and back.lengths == [100] * buckets
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_where_sequences_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_formula_keeps_nothing_beside_the_tokens_in_their_pages() -> None:
     assert ends == [*layout.page_stride]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "onnx"])
 @pytest.mark.parametrize(
     "asked", ["keydiff:budget=128", "knorm:budget=128+hack:bits=8"]

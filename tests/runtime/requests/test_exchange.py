@@ -112,6 +112,7 @@ def pair(kind: str) -> tuple[LLM, LLM]:
     return sharing(kind), sharing(kind)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["one", "sealed split", "sealed windows"]),
@@ -202,6 +203,7 @@ def test_a_prefix_is_found_where_it_was_adopted(kind: str) -> None:
         forget(engine)
 
 
+@pytest.mark.slow
 def test_a_compacted_prefix_is_found_where_it_was_adopted() -> None:
     kind, prompt = "compacted", list(text(300))
     source = sharing(kind, backend="onnxruntime")

@@ -201,6 +201,7 @@ def available(kind: type[OrtSession]) -> type[OrtSession]:
     return kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SESSIONS)
 def test_a_staged_prompt_and_its_decode_are_the_models_layers_on_the_rows_that_stay(
     kind: type[OrtSession],
@@ -211,6 +212,7 @@ def test_a_staged_prompt_and_its_decode_are_the_models_layers_on_the_rows_that_s
     np.testing.assert_allclose(found, reference(plan, ids, 520), atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SESSIONS)
 def test_stages_that_keep_everything_are_the_single_graph(
     kind: type[OrtSession],

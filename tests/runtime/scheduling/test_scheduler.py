@@ -37,6 +37,7 @@ PARTS = rest_nightly(range(10), 0)
 """Parts of a hundred random schedules each; a nightly run has all thousand."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_random_schedules_by_the_hundred(
     part: int, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_nobody_waits_for_a_structure_that_takes_long() -> None:
         assert isinstance(waiting.exception(10), EngineStopped)
 
 
+@pytest.mark.slow
 def test_a_structure_refused_once_is_refused_without_a_trial() -> None:
     guides = Guides(Tokenizer(MODEL), VOCABULARY)
     with pytest.raises(StructureError, match="compiling it takes more") as refused:
