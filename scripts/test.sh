@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case " $* " in
-*" --quick "*) quick=1 length="about 5 minutes on two cores" ;;
-*) quick='' length="about 15 minutes on two cores; --quick takes about 5" ;;
+*" --quick "*) quick=1 length="about 4 minutes on two cores" ;;
+*) quick='' length="about 15 minutes on two cores; --quick takes about 4" ;;
 esac
 echo "running every check, once set up: $length" >&2
 scripts/setup.sh

@@ -129,6 +129,9 @@ def logged() -> Iterator[list[str]]:
     in its own way: what caplog holds depends on the tests before.
     """
     log, kept = logging.getLogger("kvlathe"), _Kept()
+    level = log.level
     log.addHandler(kept)
+    log.setLevel(logging.INFO)  # whatever the commands of tests before have said
     yield kept.lines
+    log.setLevel(level)
     log.removeHandler(kept)

@@ -89,7 +89,7 @@ def test_the_command_builds_the_engine_that_was_measured(
     words = shlex.split(of_all.command(chosen))
     assert words[:2] == ["kvlathe", "build"]
     typed = build_command.make_context("build", words[2:]).params
-    for unheard in ("no_cache", "dry_run", "as_json", "log_level", "revision"):
+    for unheard in ("word", "no_cache", "dry_run", "as_json", "log_level", "revision"):
         typed.pop(unheard)
     measured = of_all.config(chosen, tmp_path / "elsewhere")
     assert accept(BuildConfig(**typed)).key == accept(measured).key

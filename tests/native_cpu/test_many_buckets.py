@@ -48,6 +48,9 @@ from tests.support.mixed_cases import mixed_steps, model_plan
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL, forced, text
 
+pytestmark = pytest.mark.slow
+"""Their kernels are compiled first."""
+
 SOME = settings(
     deadline=None,
     max_examples=12,

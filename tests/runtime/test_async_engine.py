@@ -163,7 +163,7 @@ def test_idle_time_is_not_taken_for_slow_answers(engine: AsyncEngine) -> None:
 def test_prompts_that_cannot_be_served_are_refused_in_the_callers_thread(
     engine: AsyncEngine,
 ) -> None:
-    with pytest.raises(KvlatheError, match="max_seq_len"):
+    with pytest.raises(KvlatheError, match="max-seq-len"):
         engine.submit(
             [[5], [5] * 3000], dataclasses.replace(LONG, max_new_tokens=2000), Answers()
         )

@@ -265,6 +265,7 @@ def stub() -> Iterator[Stub]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_run_measures_what_the_server_does(stub: Stub) -> None:
     target = Target("stub", stub.url, "stub")
     requests = [Request([1, 2, 3], 8)] * 12

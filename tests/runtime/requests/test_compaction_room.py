@@ -49,6 +49,7 @@ class Starved:
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mebibytes", [8, pytest.param(10, marks=pytest.mark.nightly)])
 def test_others_wait_for_the_room_of_a_compaction_and_end(mebibytes: int) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)

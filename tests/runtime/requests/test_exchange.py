@@ -425,6 +425,7 @@ def test_a_forged_prefix_is_refused_and_takes_no_page() -> None:
         forget(engine)
 
 
+@pytest.mark.slow
 def test_a_forged_compacted_prefix_is_refused_and_takes_no_page() -> None:
     kind, prompt = "compacted", list(text(300))
     source = sharing(kind, backend="onnxruntime")

@@ -224,6 +224,7 @@ def test_stages_that_keep_everything_are_the_single_graph(
     )
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_not_computed_and_the_rows_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
