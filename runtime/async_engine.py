@@ -122,6 +122,7 @@ class AsyncEngine(ClosesAtExit):
         n: int = 1,
         tenant: str = "",
         seconds: float | None = None,
+        priority: int = 0,
     ) -> Request:
         """Answer each of ``prompts`` (token ids) ``n`` times.
 
@@ -131,6 +132,7 @@ class AsyncEngine(ClosesAtExit):
             sequence's last delta has a finish_reason.
         ``tenant``: shares pages only with itself, and takes turns with other tenants.
         ``seconds``: the deadline, from now.
+        ``priority``: of one tenant's requests that wait, lower ones go first.
 
         Raises KvlatheError for what this engine cannot serve, Busy if the queue is
         full; nothing was queued then.
@@ -142,6 +144,7 @@ class AsyncEngine(ClosesAtExit):
             answers = self._answers(token_ids(prompt), params, n)
             for sequence in answers:
                 sequence.salt, sequence.deadline = tenant.encode(), deadline
+                sequence.priority = priority
             sequences += answers
         with self._lock:
             self._check_room(len(sequences))
@@ -169,12 +172,13 @@ class AsyncEngine(ClosesAtExit):
         n: int = 1,
         tenant: str = "",
         seconds: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of ``submit`` in asyncio. Leaving the loop early, or cancelling
         its task, cancels the request."""
 
         def submit(on_delta: OnDelta) -> Request:
-            return self.submit(prompts, params, on_delta, n, tenant, seconds)
+            return self.submit(prompts, params, on_delta, n, tenant, seconds, priority)
 
         return deltas(submit, self.cancel)
 

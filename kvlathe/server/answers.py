@@ -185,7 +185,9 @@ class Answerer(Jobs):
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
         try:
             async with aclosing(
-                self.engine.stream(job.prompts, job.params, job.n, tenant, job.seconds)
+                self.engine.stream(
+                    job.prompts, job.params, job.n, tenant, job.seconds, job.priority
+                )
             ) as deltas:
                 async for delta in deltas:
                     yield delta

@@ -3,6 +3,7 @@ transformers ships write them. A template shows its own by its text."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ SHORT = 9
 class Calling(Protocol):
     """A way in which a model writes calls."""
 
-    def new_id(self) -> str:
-        """The id of a call."""
+    def new_id(self, name: str, number: int) -> str:
+        """The id of a call: of which function, and which of its answer."""
         ...
 
     def structure(
@@ -56,7 +57,7 @@ class Convention:
     bare: bool = False
     most: int = MOST_CALLS
 
-    def new_id(self) -> str:
+    def new_id(self, name: str, number: int) -> str:
         if self.shows == MISTRAL.shows:
             alphabet = string.ascii_letters + string.digits
             return "".join(secrets.choice(alphabet) for _ in range(SHORT))
@@ -68,7 +69,7 @@ class Convention:
         """The structure of an answer that must call one of ``tools`` (name -> JSON
         schema); ``several``: any number of times. Raises KvlatheError."""
         calls = Calls(
-            begin=("" if self.bare else self.begin) + self.opens,
+            begin=("" if self.bare and not self.after else self.begin) + self.opens,
             head=f'{self.before}{{"name": "{NAME}", "{self.key}": ',
             tail=f"}}{self.after}",
             between=self.between,
@@ -94,16 +95,120 @@ MISTRAL = Convention(
 LLAMA = Convention(
     shows='"parameters"', begin="<|python_tag|>", key="parameters", bare=True, most=1
 )
-CONVENTIONS = (HERMES, MISTRAL, LLAMA)
+GRANITE = Convention(
+    shows="<|tool_call|>", begin="<|tool_call|>", opens="[", between=", ", end="]"
+)
+PHI = Convention(
+    shows="functools[", begin="functools", opens="[", between=", ", end="]"
+)
+LLAMA_4 = Convention(
+    shows="<|python_start|>",
+    begin="<|python_start|>",
+    key="parameters",
+    after="<|python_end|>",
+    bare=True,
+    most=1,
+)
+CONVENTIONS = (HERMES, MISTRAL, GRANITE, PHI, LLAMA_4, LLAMA)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedConvention:
+    """A call whose name stands before its arguments, which are JSON.
+
+    ``begin`` and ``end`` stand around all calls, ``opens`` and ``after`` around each,
+    ``between`` from one to the next, and ``separator`` between the name and the
+    arguments. ``counted``: a name ends with a colon and the call's number, and so do
+    ids. ``shows``: what a template writes that has this convention, all of it.
+    """
+
+    shows: tuple[str, ...]
+    begin: str
+    opens: str
+    separator: str
+    after: str
+    end: str
+    between: str = ""
+    counted: bool = False
+
+    def new_id(self, name: str, number: int) -> str:
+        return f"functions.{name}:{number}" if self.counted else new_call_id()
+
+    def plain(self, name: str) -> str:
+        """A name without its number."""
+        return COUNT.sub("", name) if self.counted else name
+
+    def structure(
+        self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
+    ) -> Structure:
+        """As ``Calling.structure``; one call where they are counted."""
+        number = ":0" if self.counted else ""
+        texts = (self.begin, self.opens, self.separator, self.after, self.end)
+        calls = Calls(
+            begin=self.begin,
+            head=f"{self.opens}{NAME}{number}{self.separator}",
+            tail=self.after,
+            between=self.between,
+            end=self.end,
+            most=MOST_CALLS if several and not self.counted else 1,
+            special=tokenizer.specials_in(*texts),
+        )
+        return Structure.calls(calls, tools)
+
+
+COUNT = re.compile(r":\d{1,9}\Z")
+
+
+def deepseek(name: str) -> str:
+    """One of DeepSeek's tokens: they have a bar and blanks of their own."""
+    return "<\N{FULLWIDTH VERTICAL LINE}NAME\N{FULLWIDTH VERTICAL LINE}>".replace(
+        "NAME", name.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
+    )
+
+
+_CALLS, _CALLS_END = deepseek("tool calls begin"), deepseek("tool calls end")
+_CALL, _CALL_END = deepseek("tool call begin"), deepseek("tool call end")
+_SEPARATOR = deepseek("tool sep")
+DEEPSEEK_R1 = NamedConvention(
+    shows=(_CALLS, _CALL, _SEPARATOR, "```json"),
+    begin=_CALLS,
+    opens=f"{_CALL}function{_SEPARATOR}",
+    separator="\n```json\n",
+    after=f"\n```{_CALL_END}",
+    between="\n",
+    end=_CALLS_END,
+)
+"""DeepSeek V3 and R1; V3.1 is the plain one."""
+DEEPSEEK = NamedConvention(
+    shows=(_CALLS, _CALL, _SEPARATOR),
+    begin=_CALLS,
+    opens=_CALL,
+    separator=_SEPARATOR,
+    after=_CALL_END,
+    end=_CALLS_END,
+)
+KIMI = NamedConvention(
+    shows=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    begin="<|tool_calls_section_begin|>",
+    opens="<|tool_call_begin|>functions.",
+    separator="<|tool_call_argument_begin|>",
+    after="<|tool_call_end|>",
+    end="<|tool_calls_section_end|>",
+    counted=True,
+)
+NAMED = (DEEPSEEK_R1, DEEPSEEK, KIMI)
 OTHERS = ("<function=", "[ARGS]")
 """Marks of templates whose calls are no JSON objects."""
 
 
-def convention_of(template: str) -> Convention | None:
+def convention_of(template: str) -> Convention | NamedConvention | None:
     """The convention of a template's model; None where it takes no tools, or calls them
     in a way that is not known."""
     if "tools" not in template or any(other in template for other in OTHERS):
         return None
+    for one in NAMED:
+        if all(mark in template for mark in one.shows):
+            return one
     escaped = template.replace('\\"', '"')
     found = [one for one in CONVENTIONS if one.shows in escaped]
     return found[0] if found else None

@@ -40,6 +40,14 @@ def shown_by(template: str) -> bool:
     return all(mark in template for mark in SHOWS)
 
 
+def name_thoughts(turn: Json) -> None:
+    """Give the thoughts of an earlier answer the name that templates of this form have
+    for them: before a call, and where nothing else is said there."""
+    thought = turn.pop("reasoning_content", None)
+    if thought and turn.get("tool_calls") and not turn.get("content"):
+        turn["thinking"] = thought
+
+
 def form_before(after: str, budget: int | None) -> ThoughtForm:
     """The form of thoughts before a message that begins with ``after``; empty: before
     any. An answer without thoughts begins with that message, too."""
@@ -52,7 +60,7 @@ class HarmonyCalls:
     """Calls in Harmony's form (``conventions.Calling``): one in an answer, as the model
     waits for what it gives."""
 
-    def new_id(self) -> str:
+    def new_id(self, name: str, number: int) -> str:
         return new_call_id()
 
     def structure(

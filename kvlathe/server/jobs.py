@@ -13,11 +13,17 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
-from kvlathe.server.conventions import Calling, convention_of
+from kvlathe.server.conventions import Calling
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.fields import Json
-from kvlathe.server.harmony import HarmonyCalls, shown_by
-from kvlathe.server.manner import Manner, budget_of, manner_of, template_values
+from kvlathe.server.harmony import name_thoughts, shown_by
+from kvlathe.server.manner import (
+    Manner,
+    budget_of,
+    calling_of,
+    manner_of,
+    template_values,
+)
 from kvlathe.server.messages import Message
 from kvlathe.server.read_answers import ReadChat
 from kvlathe.server.schema import (
@@ -46,6 +52,7 @@ class Job:
     seconds: float | None = None
     usage_chunk: bool = False
     usage_always: bool = False
+    priority: int = 0
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -121,7 +128,7 @@ class Jobs:
         calling, tokenizer = self._calling(request), self.llm.tokenizer
         tools = request.tools_for_template if calling else None
         template = tokenizer.template_for(tools) or ""
-        manner = manner_of(template, tokenizer, calling)
+        manner = manner_of(template, tokenizer, calling, request.schemas)
         if request.reasoning_effort is None:
             values = dict(request.chat_template_kwargs or {})
         else:
@@ -160,9 +167,7 @@ class Jobs:
         if not request.tools or request.tool_choice == "none":
             return None
         template = self.llm.tokenizer.template_for(request.tools) or ""
-        if shown_by(template):
-            return HarmonyCalls()
-        found = convention_of(template)
+        found = calling_of(template)
         if found is None:
             said = "tools: this model's chat template takes none, or in a way that is not known"
             raise ApiError(422, said, "tools", "tools")
@@ -235,9 +240,13 @@ class Jobs:
         are the template's own."""
         turns = [message.for_template() for message in messages]
         framed = self.llm.tokenizer.chat_prompt
-        if DEVELOPER not in (self.llm.tokenizer.template_for(tools) or ""):
+        template = self.llm.tokenizer.template_for(tools) or ""
+        if DEVELOPER not in template:
             for turn in turns:
                 turn["role"] = {DEVELOPER: "system"}.get(turn["role"], turn["role"])
+        if shown_by(template):
+            for turn in turns:
+                name_thoughts(turn)
         try:
             return framed(turns, asks, goes_on, tools=tools, **(values or {}))
         except KvlatheError as error:
@@ -340,4 +349,5 @@ class Jobs:
             request.deadline_seconds,
             bool(options and options.include_usage),
             bool(options and options.include_usage and options.continuous_usage_stats),
+            request.priority or 0,
         )

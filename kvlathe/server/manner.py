@@ -4,18 +4,26 @@ its vocabulary: with thoughts, with calls of tools, or in Harmony's form."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvlathe.runtime.text.structure import Structure, ThoughtForm
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server import harmony
-from kvlathe.server.conventions import Calling, Convention
+from kvlathe.server.conventions import (
+    Calling,
+    Convention,
+    NamedConvention,
+    convention_of,
+)
 from kvlathe.server.errors import ApiError
+from kvlathe.server.fields import Json
+from kvlathe.server.harmony import HarmonyCalls
+from kvlathe.server.named_parser import NamedParser
 from kvlathe.server.read_answers import Reading, TextReader
 from kvlathe.server.reasoning import Thinking, Thoughts, thinking_of
 from kvlathe.server.schema import ChatRequest
+from kvlathe.server.tagged import TAGGED, TaggedConvention, TaggedParser
 from kvlathe.server.tool_parser import ToolParser
-from kvlathe.server.tools import new_call_id
 
 BUDGETS = {"minimal": 512, "low": 2048, "medium": 8192}
 """Effort -> tokens of thoughts, where a template takes no effort. Others have none."""
@@ -33,6 +41,7 @@ class Manner:
     calling: Calling | None
     thinking: Thinking | None
     harmony: bool
+    tools: Mapping[str, Json | bool] = field(default_factory=dict)
     inside: bool | None = None
     budget: int | None = None
 
@@ -61,17 +70,15 @@ class Manner:
     @property
     def reading(self) -> Reading:
         if self.harmony:
-            return Reading(harmony.HarmonyReader, new_call_id, True)
+            return Reading(harmony.HarmonyReader, HarmonyCalls().new_id, True)
 
         def reader() -> TextReader:
             thoughts = None
             if self.thinking and self.thinks:
                 thoughts = Thoughts(self.thinking, self.inside)
-            calling = self.calling
-            parser = ToolParser(calling) if isinstance(calling, Convention) else None
-            return TextReader(thoughts, parser)
+            return TextReader(thoughts, parser_of(self.calling, self.tools))
 
-        new_id = self.calling.new_id if self.calling else new_call_id
+        new_id = self.calling.new_id if self.calling else HarmonyCalls().new_id
         return Reading(reader, new_id, self.thinks)
 
     def structure(self, then: Structure | None, calls: bool) -> Structure | None:
@@ -133,8 +140,34 @@ def budget_of(request: ChatRequest, values: Mapping[str, object]) -> int | None:
     return BUDGETS.get(request.reasoning_effort)
 
 
-def manner_of(template: str, tokenizer: Tokenizer, calling: Calling | None) -> Manner:
+def calling_of(template: str) -> Calling | None:
+    """The way in which a template's model writes calls; None where it takes no tools,
+    or writes calls in a way that is not known."""
+    if "tools" in template and harmony.shown_by(template):
+        return HarmonyCalls()
+    tagged = [one for one in TAGGED if one.shows in template and "tools" in template]
+    return tagged[0] if tagged else convention_of(template)
+
+
+def parser_of(
+    calling: Calling | None, tools: Mapping[str, Json | bool]
+) -> ToolParser | NamedParser | TaggedParser | None:
+    """A parser of one answer's calls of ``tools``; None where it makes none."""
+    if isinstance(calling, TaggedConvention):
+        return TaggedParser(calling, tools)
+    if isinstance(calling, NamedConvention):
+        return NamedParser(calling)
+    return ToolParser(calling) if isinstance(calling, Convention) else None
+
+
+def manner_of(
+    template: str,
+    tokenizer: Tokenizer,
+    calling: Calling | None,
+    tools: Mapping[str, Json | bool],
+) -> Manner:
     """The manner of a template's model, before a prompt is known."""
     if harmony.shown_by(template):
-        return Manner(tokenizer, calling, None, True)
-    return Manner(tokenizer, calling, thinking_of(template, tokenizer), False)
+        return Manner(tokenizer, calling, None, True, tools)
+    thinking = thinking_of(template, tokenizer)
+    return Manner(tokenizer, calling, thinking, False, tools)

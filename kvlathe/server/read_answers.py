@@ -12,8 +12,10 @@ from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.choices import Chat
 from kvlathe.server.fields import Json
+from kvlathe.server.named_parser import NamedParser
 from kvlathe.server.pieces import Piece, Reader
 from kvlathe.server.reasoning import Thoughts
+from kvlathe.server.tagged import TaggedParser
 from kvlathe.server.tool_parser import ToolParser
 
 
@@ -21,7 +23,11 @@ class TextReader:
     """Reader of thoughts, where there are any, and of the text behind them
     (``pieces.Reader``)."""
 
-    def __init__(self, thoughts: Thoughts | None, parser: ToolParser | None) -> None:
+    def __init__(
+        self,
+        thoughts: Thoughts | None,
+        parser: ToolParser | NamedParser | TaggedParser | None,
+    ) -> None:
         self._thoughts, self._parser = thoughts, parser
 
     @property
@@ -61,7 +67,7 @@ class Reading:
     answer; ``new_id``: the id of a call; ``thinks``: whether there may be thoughts."""
 
     reader: Callable[[], Reader]
-    new_id: Callable[[], str]
+    new_id: Callable[[str, int], str]
     thinks: bool
 
 
@@ -161,7 +167,8 @@ class ReadChat(Chat):
                 piece.index, {"index": piece.index, "function": {"arguments": ""}}
             )
             if piece.name:
-                entry |= {"id": self._reading.new_id(), "type": "function"}
+                own = self._reading.new_id(piece.name, piece.index)
+                entry |= {"id": own, "type": "function"}
                 entry["function"] = {"name": piece.name, "arguments": ""}
             entry["function"]["arguments"] += piece.arguments
         return [*found.values()]

@@ -47,6 +47,12 @@ TEMPLATE_FIELDS = (
 )
 """Names of a template's values that a request gives elsewhere."""
 TOKEN = re.compile("[0-9]{1,10}")
+GUIDED = "guided_"
+GUIDED_SAID = "Extension: older vLLM's name for structured_outputs."
+STRUCTURES = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    "guided_grammar",
+)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -141,12 +147,28 @@ class SampledRequest(Strict):
         None, description="Extension: one of json, regex, choice, grammar, json_object."
     )
 
+    guided_json: Json | bool | str | None = Field(None, description=GUIDED_SAID)
+    guided_regex: str | None = Field(None, description=GUIDED_SAID)
+    guided_choice: Items[str] | None = Field(None, description=GUIDED_SAID)
+    guided_grammar: str | None = Field(None, description=GUIDED_SAID)
+    guided_decoding_backend: Ignored = None
+    guided_whitespace_pattern: Refused = None
+    priority: Integer | None = Field(
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="Extension: of one key's requests that wait, lower ones go first. Default: 0.",
+    )
+
     @model_validator(mode="after")
     def _one_structure(self) -> SampledRequest:
         formats = self.response_format
-        if self.structured_outputs and formats and formats.type != "text":
+        plain = formats is None or formats.type == "text"
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) + (not plain) > 1:
             raise PydanticCustomError(
-                "structure", "give one of response_format and structured_outputs"
+                "structure",
+                "give one of response_format, structured_outputs and guided_*",
             )
         return self
 
@@ -200,7 +222,7 @@ class SampledRequest(Strict):
     @property
     def structure_param(self) -> str | None:
         """The field that says what the answer must look like."""
-        for name in ("structured_outputs", "response_format"):
+        for name in (*STRUCTURES, "response_format"):
             if getattr(self, name) is not None:
                 return name
         return None
@@ -210,6 +232,10 @@ class SampledRequest(Strict):
         KvlatheError for a structure that is none."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure()
+        for name in STRUCTURES[1:]:
+            if (value := getattr(self, name)) is not None:
+                own = {name.removeprefix(GUIDED): value}
+                return StructuredOutputs.model_validate(own).structure()
         return self.response_format.structure() if self.response_format else None
 
     def params(
@@ -461,6 +487,11 @@ class ChatRequest(SampledRequest):
         if wanted is not None:
             tools = [tool for tool in tools if tool.function.name in wanted]
         return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def schemas(self) -> dict[str, Json | bool]:
+        """Tool -> schema of its arguments."""
+        return {one.function.name: one.function.schema_ for one in self.tools or []}
 
     @property
     def must_call(self) -> dict[str, Json]:

@@ -6,6 +6,9 @@ time, when the one before it of the same tenant ends, or when it came if the ten
 idle; the earliest start goes first. So a tenant that sends a thousand requests at once
 delays others by one request at most, and nobody waits for ever. Requests that leave the
 queue unserved cost their tenant nothing. With one tenant the order is that of arrival.
+
+A tenant may give its own requests priorities: the lowest goes first, and delays the
+others of that tenant alone.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ class FairQueue:
         # When each tenant's last turn ends, in virtual time.
         self._ends: dict[bytes, int] = {}
         self.entered: dict[Sequence, int] = {}
-        # One line for each tenant, none of them empty.
-        self._lines: dict[bytes, OrderedDict[Sequence, None]] = {}
+        # Lines of each tenant by priority, none of them empty.
+        self._lines: dict[bytes, dict[int, OrderedDict[Sequence, None]]] = {}
         # Those that ran before, oldest first.
         self._back: list[Sequence] = []
         self._arrivals = 0
@@ -48,7 +51,8 @@ class FairQueue:
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self.entered[sequence] = self._clock
-        self._lines.setdefault(sequence.salt, OrderedDict())[sequence] = None
+        lines = self._lines.setdefault(sequence.salt, {})
+        lines.setdefault(sequence.priority, OrderedDict())[sequence] = None
 
     def push_back(self, sequence: Sequence) -> None:
         """Return a sequence that was popped: it comes before all that never were."""
@@ -59,7 +63,7 @@ class FairQueue:
         """The sequence that is next."""
         if self._back:
             return self._back[0]
-        heads = (next(iter(line)) for line in self._lines.values())
+        heads = (next(iter(lines[min(lines)])) for lines in self._lines.values())
         return min(heads, key=lambda s: (self._start(s), s.arrival), default=None)
 
     def pop(self) -> Sequence:
@@ -80,9 +84,12 @@ class FairQueue:
         if sequence in self._back:
             self._back.remove(sequence)
         else:
-            line = self._lines[sequence.salt]
+            lines = self._lines[sequence.salt]
+            line = lines[sequence.priority]
             del line[sequence]
             if not line:
+                del lines[sequence.priority]
+            if not lines:
                 del self._lines[sequence.salt]
         if not self.entered:
             self._ends.clear()  # everybody is idle: nobody is owed anything

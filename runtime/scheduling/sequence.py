@@ -66,7 +66,8 @@ class Sequence:
     ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these,
     those that are in its answer.
 
-    ``arrival``: number in the queue. ``deadline``: of time.perf_counter(); the sequence
+    ``arrival``: number in the queue. ``priority``: of a tenant's sequences that wait,
+    those with a lower one go first. ``deadline``: of time.perf_counter(); the sequence
     ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout,
     moved or error; ``error`` says which. ``logprobs``: one for each token of the
     answer, where wanted; ``prompt_logprobs``: of the prompt's tokens but the first. The
@@ -87,6 +88,7 @@ class Sequence:
     prompt_rows: list[int] | None = None
     shared_prompt: SharedPrompt | None = None
     arrival: int = 0
+    priority: int = 0
     deadline: float = math.inf
     reused: int = -1
     drafted: int = 0

@@ -13,17 +13,17 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
 import numpy as np
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
-from kvlathe.runtime.text.structure import NAME, Calls, Structure
+from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.runtime.text.trials import QUICK, SLOW, STACK, TOO_LARGE, TOO_SLOW, Trials
@@ -54,6 +54,13 @@ MAPS = (
     *("dependencies",),
 )
 """Keys of a schema that hold schemas by name."""
+TAGGED_KEYS = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", "$defs"),
+        *("title", "description", "$schema"),
+    }
+)
+"""Keys of a tool's schema that arguments between tags can be held to."""
 EMPTY = "no text fits it"
 COMPILED = 16
 """Structures that are kept compiled: each holds the lexer states that answers found."""
@@ -372,8 +379,11 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
         head = said(calls.head.replace(NAME, name))
-        body = json.dumps({**without_notes(schema), "x-guidance": SETTINGS})
-        lines.append(f"call_{i}: {head} %json {body} {said(calls.tail)}")
+        known = without_notes(schema)
+        body = f"%json {json.dumps({**known, 'x-guidance': SETTINGS})}"
+        if calls.tags is not None:
+            body = tagged(known, calls.tags, said)
+        lines.append(f"call_{i}: {head} {body} {said(calls.tail)}")
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([*lines, f"call: {names}"])
 
@@ -390,6 +400,57 @@ def keep(
 def quote(text: str) -> str:
     """A text in a grammar; nothing for an empty one."""
     return json.dumps(text) if text else ""
+
+
+def tagged(
+    schema: Mapping[str, object], tags: Sequence[str], said: Callable[[str], str]
+) -> str:
+    """Arguments by a schema, each between ``tags``. Strings stand as they are: they have
+    no <, and their lengths and choices are held to, but no pattern. Raises ValueError
+    for a schema that asks more."""
+    if unknown := {*schema} - TAGGED_KEYS:
+        raise ValueError(f"arguments between tags cannot be held to {min(unknown)}")
+    required = cast("list[str]", schema.get("required", []))
+    named = cast("dict[str, dict[str, object]]", schema.get("properties", {}))
+    if missing := {*required} - {*named}:
+        raise ValueError(f"required names {min(missing)}, which properties does not")
+    key, value, after = tags
+    parts: list[str] = []
+    for name, own in named.items():
+        body = tagged_value({"$defs": schema.get("$defs", {}), **own})
+        part = f"{said(key + name + value)} {body} {said(after)}"
+        parts.append(part if name in required else f"({part})?")
+    return " ".join(parts)
+
+
+def tagged_value(schema: dict[str, object]) -> str:
+    """An argument between tags: a string as it stands, or JSON."""
+    kinds = kinds_of(schema)
+    if "string" not in kinds:
+        return f"%json {json.dumps(schema)}"
+    for key in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(key), list):
+            own = cast("list[dict[str, object]]", branches)
+            defined = {"$defs": schema["$defs"]}
+            return f"({' | '.join(tagged_value({**defined, **one}) for one in own)})"
+    text = raw_string(schema)
+    return f'({text} | "null")' if "null" in kinds else text
+
+
+def raw_string(schema: Mapping[str, object]) -> str:
+    """A string without quotes in a grammar. Raises ValueError for one with a form."""
+    if unknown := {"pattern", "format"} & {*schema}:
+        raise ValueError(f"arguments between tags cannot be held to {min(unknown)}")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return f"({' | '.join(quote(raw(value)) for value in values)})"
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/(?s:[^<]){{{least},{most}}}/"
+
+
+def raw(value: object) -> str:
+    """A value as it stands between tags."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def terms(text: str, special: Mapping[str, int]) -> str:

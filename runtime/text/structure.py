@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import cast
 
 from kvlathe.base.errors import KvlatheError
 
@@ -45,7 +46,8 @@ class Calls:
     ``begin`` comes first, then each call: its arguments as JSON between ``head``, in
     which NAME stands for its name, and ``tail``. ``between`` stands from one call to the
     next, and ``end`` after the last. ``special``: tokens (name -> id) that these texts
-    may have.
+    may have. ``tags``: where arguments are no JSON object, what stands before each's
+    name, between that and its value, and behind it.
     """
 
     begin: str
@@ -55,6 +57,7 @@ class Calls:
     end: str
     most: int
     special: dict[str, int] = field(default_factory=dict)
+    tags: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,27 @@ class Structure:
         if not texts or len(texts) < len(options):
             raise refusal("the choices are none", "they must be texts, none empty")
         return cls("regex", "|".join(map(literal, texts)))
+
+
+def kinds_of(schema: object) -> set[str]:
+    """The types that a JSON schema may have, where it says so: string, null, ..."""
+    if not isinstance(schema, dict):
+        return set()
+    said = cast("dict[str, object]", schema)
+    kind = said.get("type")
+    found = {kind} if isinstance(kind, str) else set[str]()
+    if isinstance(kind, list):
+        found |= {*map(str, cast("list[object]", kind))}
+    values = said.get("enum", [said["const"]] if "const" in said else [])
+    if not found and isinstance(values, list):
+        names: dict[type, str] = {str: "string", type(None): "null"}
+        listed = cast("list[object]", values)
+        found |= {names.get(type(one), "other") for one in listed}
+    for key in ("anyOf", "oneOf"):
+        inner = said.get(key)
+        for one in cast("list[object]", inner) if isinstance(inner, list) else ():
+            found |= kinds_of(one)
+    return found
 
 
 def literal(text: str) -> str:

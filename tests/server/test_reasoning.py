@@ -7,18 +7,22 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlathe.runtime.text.guide import Guides
+from kvlathe.runtime.text.masks import no_bits
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.conventions import HERMES
-from kvlathe.server.harmony import HarmonyReader
-from kvlathe.server.manner import template_values
+from kvlathe.server.harmony import MARKS, HarmonyReader, name_thoughts
+from kvlathe.server.manner import calling_of, manner_of, template_values
 from kvlathe.server.pieces import Reader
 from kvlathe.server.read_answers import TextReader
 from kvlathe.server.reasoning import CONVENTIONS, Thinking, Thoughts, thinking_of
@@ -26,6 +30,7 @@ from kvlathe.server.schema import ChatRequest
 from kvlathe.server.tool_parser import ToolParser
 from tests.support.runtime_cases import MODEL, llm
 from tests.support.serving_cases import MODEL_NAME, Served, post, serving, with_template
+from tests.support.tool_cases import WEATHER
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 Json = dict[str, Any]
@@ -414,3 +419,46 @@ def test_log_probabilities_are_those_of_the_text_alone(opened: Served) -> None:
     part = said.content[0]
     assert part.logprobs
     assert "".join(one.token for one in part.logprobs).lstrip() == part.text
+
+
+def test_earlier_thoughts_have_the_name_that_harmony_has_for_them() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    for turn, expected in (
+        ({**call, "reasoning_content": "a"}, {**call, "thinking": "a"}),
+        ({**call, "content": "b", "reasoning_content": "a"}, {**call, "content": "b"}),
+        ({"role": "user", "content": "c"}, {"role": "user", "content": "c"}),
+    ):
+        name_thoughts(turn)
+        assert turn == expected
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_calls_of_harmony_that_must_be_are_held_to_their_schema(
+    tmp_path: Path, thinks: bool
+) -> None:
+    """With its marks as special tokens, which the grammar names by their ids."""
+    backend = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    backend.add_special_tokens([*MARKS, "<|constrain|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer(tmp_path)
+    size = own.backend.get_vocab_size(with_added_tokens=True)
+    template = "{{ tools }}<|channel|><|message|>"
+    manner = manner_of(template, own, calling_of(template), {})
+    tools: dict[str, Json | bool] = {"weather": WEATHER, "now": {"type": "object"}}
+    assert manner.calling is not None
+    structure = manner.structure(manner.calling.structure(tools, True, own), True)
+    assert structure is not None
+    guide = Guides(own, size).guide(structure)
+    header = "<|channel|>commentary to=functions."
+    if thinks:
+        header = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{header}"
+    call = 'weather <|constrain|>json<|message|>{"city": "Bern", "unit": "C"}'
+    text = header + call
+    for token in own.encode(text, add_special_tokens=False):
+        bits = no_bits(1, size)
+        guide.fill(bits)
+        assert bits.view("uint32")[0, token // 32] >> token % 32 & 1
+        guide.accept(token)
+    assert guide.failure is None
+    expected = {0: 'weather{"city": "Bern", "unit": "C"}'}
+    assert read(manner.reading.reader(), [*text]) == ("Hm." * thinks, "", expected)

@@ -75,6 +75,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "json text": ({"structured_outputs": {"json": '{"const": null}'}}, "null"),
     "grammar": ({"structured_outputs": {"grammar": 'start: ("a" "b")~3'}}, "(ab){3}"),
     "format": ({"response_format": FORMAT}, r"(?s)\{.*\}"),
+    "guided json": ({"guided_json": {"enum": [1, "x"]}}, '1|"x"'),
+    "guided regex": ({"guided_regex": "[a-c]{3}!"}, "[a-c]{3}!"),
+    "guided choice": ({"guided_choice": ["yes", "no (1)"]}, r"yes|no \(1\)"),
+    "guided grammar": ({"guided_grammar": 'start: ("a" "b")~3'}, "(ab){3}"),
     "text": ({"response_format": {"type": "text"}}, "(?s).*"),
 }
 
@@ -123,6 +127,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"structured_outputs": {"regex": "a"}, "response_format": FORMAT},
         "",
     ),
+    "guided and plain": ({"guided_regex": "a", "response_format": FORMAT}, ""),
+    "guided": ({"guided_regex": "(a"}, "guided_regex"),
     "both": (
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         "structured_outputs",

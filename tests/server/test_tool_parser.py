@@ -41,8 +41,11 @@ def written(convention: Convention, made: list[Call], indent: int | None) -> str
     ]
     if convention is HERMES:
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in said)
-    if convention is MISTRAL:
-        return f"[TOOL_CALLS] [{', '.join(said)}]"
+    if convention.opens:
+        blank = " " if convention is MISTRAL else ""
+        return f"{convention.begin}{blank}[{', '.join(said)}]"
+    if convention.after:
+        return "\n".join(f"{convention.begin}{one}{convention.after}" for one in said)
     return "; ".join(said)
 
 
@@ -159,6 +162,7 @@ def test_arguments_of_tool_calls_stream_as_they_are_written() -> None:
         ("{% if tools %}<tool_call>{% endif %}", HERMES),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
         ('{% if tools %}{{ \'{"name": "f", "parameters": {}}\' }}{% endif %}', LLAMA),
+        ("{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}", None),
         ("{% if tools %}<tool_call><function=x>{% endif %}", None),
         ("{{ messages[0].content }}<tool_call>", None),
         ("{% if tools %}{{ tools }}{% endif %}", None),
@@ -172,6 +176,7 @@ def test_chat_templates_show_their_convention_of_tool_calls(
 
 FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *("<|tool_call|>", "functools", "<|python_start|>", "<|python_end|>"),
     *('{"name": "f", "arguments": ', '{"name": "g", "parameters": ', '{"a": "}"}'),
     *('{"arguments": {}, "name": ', '"h"}', "null}", '"x"}', "{}}", "[1]}", '{"'),
     *("[", "]", "{", "}", ",", ";", " ", "\n", '"', "\\", "<", "o", "ops "),

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -472,6 +473,26 @@ def test_one_tenant_is_served_in_order_and_those_who_come_back_go_first() -> Non
         second,
         sequences[3],
     ] and queue.peek() is None
+
+
+def test_a_tenants_lower_priorities_go_first_and_delay_no_other_tenant() -> None:
+    engine, queue = engine_for("one", 640), FairQueue()
+    for priority in (0, 5, -1, 0, -1):
+        sequence = sequence_for(engine, [1] * 10, 10, b"own")
+        sequence.priority = priority
+        queue.push(sequence)
+        other = sequence_for(engine, [1] * 10, 10, b"other")
+        other.priority = 9
+        queue.push(other)
+    gone = next(one for one in queue if one.priority == 5)
+    queue.remove(gone)
+    order = [queue.pop() for _ in range(len(queue))]
+    own = [one for one in order if one.salt == b"own"]
+    assert [one.priority for one in own] == [-1, -1, 0, 0]
+    for one, then in pairwise(own):
+        assert one.priority < then.priority or one.arrival < then.arrival
+    for place in range(0, 8, 2):
+        assert {one.salt for one in order[place : place + 2]} == {b"own", b"other"}
 
 
 def test_a_long_prompt_does_not_hold_answers_up() -> None:
