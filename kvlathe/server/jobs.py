@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.server.call_form import CallForm, form_of
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
 from kvlathe.server.conventions import Calling
 from kvlathe.server.errors import ApiError, refusal
@@ -67,6 +68,7 @@ class Jobs:
     def __init__(self, engine: AsyncEngine, max_new_tokens: int | None) -> None:
         self.engine, self.llm = engine, engine.llm
         self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
+        self._call_forms: dict[str, CallForm] = {}  # of each template
 
     def completion(self, request: CompletionRequest) -> Job:
         self._check_count(len(request.prompts), request.n or 1)
@@ -238,9 +240,15 @@ class Jobs:
         """The text of a conversation; ``asks``: that an answer is to follow, which may
         call ``tools``; ``goes_on``: that it goes on with the last message. ``values``
         are the template's own."""
-        turns = [message.for_template() for message in messages]
         framed = self.llm.tokenizer.chat_prompt
         template = self.llm.tokenizer.template_for(tools) or ""
+        form = CallForm()
+        if any(message.tool_calls for message in messages):
+            form = self._call_forms.get(template) or form_of(
+                lambda trial: framed(trial, tools=tools)
+            )
+            self._call_forms[template] = form
+        turns = form.turns(messages)
         if DEVELOPER not in template:
             for turn in turns:
                 turn["role"] = {DEVELOPER: "system"}.get(turn["role"], turn["role"])

@@ -49,8 +49,9 @@ class Message(BaseModel):
             return self.content
         return "".join(part.text for part in self.content or [])
 
-    def for_template(self) -> Json:
+    def for_template(self, as_text: bool = False) -> Json:
+        """``as_text``: with the arguments of calls as JSON (``CallForm``)."""
         said = {**self.model_dump(exclude_none=True), "content": self.spoken}
         if self.tool_calls:
-            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            said["tool_calls"] = [one.for_template(as_text) for one in self.tool_calls]
         return said

@@ -107,12 +107,14 @@ class Called(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> Json:
-        """Templates write arguments as JSON themselves."""
+    def for_template(self, as_text: bool) -> Json:
+        """``as_text``: with arguments as JSON. Most templates write that themselves."""
         said = self.model_dump(exclude_none=True)
         arguments = self.function.arguments
-        if isinstance(arguments, str):
+        if isinstance(arguments, str) and not as_text:
             said["function"]["arguments"] = parse_arguments(arguments)
+        if isinstance(arguments, dict) and as_text:
+            said["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
         return said
 
 
