@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvlathe.runtime.text.structure import ANY_OBJECT, Structure
-from kvlathe.server.fields import Items, Json, Strict
+from kvlathe.server.fields import Items, Json, Refused, Strict
 
 
 class JsonSchema(Strict):
@@ -52,11 +52,15 @@ class StructuredOutputs(Strict):
     choice: Items[str] | None = None
     grammar: str | None = Field(None, description="In Lark's syntax.")
     json_object: bool | None = None
+    structural_tag: Refused = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: Refused = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [value for value in self.__dict__.values() if value is not None]
-        if len(given) != 1 or self.json_object is False:
+        named = (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+        if sum(value is not None for value in named) != 1 or self.json_object is False:
             raise PydanticCustomError(
                 "one", "give one of json, regex, choice, grammar and json_object"
             )

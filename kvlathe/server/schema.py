@@ -155,8 +155,8 @@ class SampledRequest(Strict):
     guided_whitespace_pattern: Refused = None
     priority: Integer | None = Field(
         None,
-        ge=-(2**31),
-        lt=2**31,
+        ge=-(2**63),
+        lt=2**63,
         description="Extension: of one key's requests that wait, lower ones go first. Default: 0.",
     )
 
@@ -410,9 +410,9 @@ class ChatRequest(SampledRequest):
     )
     thinking_token_budget: Integer | None = Field(
         None,
-        ge=0,
+        ge=-1,
         lt=2**31,
-        description="Extension: most tokens of thoughts, which are ended there.",
+        description="Extension: most tokens of thoughts, which are ended there; -1: any.",
     )
     # Refused unless they ask for nothing.
     functions: Refused = None
@@ -465,6 +465,11 @@ class ChatRequest(SampledRequest):
                 "continue_final_message needs add_generation_prompt to be false",
             )
         return self
+
+    @field_validator("thinking_token_budget")
+    @classmethod
+    def _no_budget(cls, budget: int | None) -> int | None:
+        return None if budget == -1 else budget
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -119,7 +119,13 @@ class PromptRequest(Strict):
         None, description="Extension: values of the chat template's own."
     )
     thinking_token_budget: Integer | None = Field(
-        None, ge=0, lt=2**31, description="Extension: most tokens of thoughts."
+        None,
+        ge=-1,
+        lt=2**31,
+        description="Extension: most tokens of thoughts; -1: any.",
+    )
+    priority: Integer | None = Field(
+        None, description="Extension: of one key's requests, lower ones go first."
     )
     conversation: Refused = None
     prompt: Refused = None
@@ -148,6 +154,7 @@ class PromptRequest(Strict):
             "tool_choice": chosen(self.tool_choice),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "thinking_token_budget": self.thinking_token_budget,
+            "priority": self.priority,
         }
         if self.tools:
             own = [tool.model_dump(exclude={"type"}) for tool in self.tools]
