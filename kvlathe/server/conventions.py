@@ -21,6 +21,11 @@ SHORT = 9
 """Characters of a call's id that Mistral's templates take."""
 
 
+def short_id() -> str:
+    alphabet = string.ascii_letters + string.digits
+    return "".join(secrets.choice(alphabet) for _ in range(SHORT))
+
+
 class Calling(Protocol):
     """A way in which a model writes calls."""
 
@@ -42,8 +47,10 @@ class Convention:
 
     ``begin`` and ``opens`` stand before calls and ``end`` after them; in between
     ``before`` and ``after`` stand around each, and ``between`` from one to the next.
-    ``bare``: ``begin`` may be missing where the answer begins with a call. ``shows``:
-    what a template writes that has this convention.
+    ``bare``: ``begin`` may be missing where the answer begins with a call. ``also``:
+    other marks that some models of this convention begin calls with. ``silent``: marks
+    that say nothing, behind which a bare call may begin. ``shows``: what a template
+    writes that has this convention.
     """
 
     shows: str
@@ -55,13 +62,23 @@ class Convention:
     between: str = ""
     end: str = ""
     bare: bool = False
+    also: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     most: int = MOST_CALLS
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks that begin calls."""
+        own = () if self.silent else ((self.begin or self.before).strip(),)
+        return (*own, *self.also)
+
+    @property
+    def closing(self) -> str:
+        """The mark behind a call, or behind the list of all, without JSON's own."""
+        return self.after.strip() or self.end.strip().removeprefix("]")
+
     def new_id(self, name: str, number: int) -> str:
-        if self.shows == MISTRAL.shows:
-            alphabet = string.ascii_letters + string.digits
-            return "".join(secrets.choice(alphabet) for _ in range(SHORT))
-        return new_call_id()
+        return short_id() if self.shows == MISTRAL.shows else new_call_id()
 
     def structure(
         self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
@@ -69,7 +86,7 @@ class Convention:
         """The structure of an answer that must call one of ``tools`` (name -> JSON
         schema); ``several``: any number of times. Raises KvlatheError."""
         calls = Calls(
-            begin=("" if self.bare and not self.after else self.begin) + self.opens,
+            begin=("" if self.bare and not self.silent else self.begin) + self.opens,
             head=f'{self.before}{{"name": "{NAME}", "{self.key}": ',
             tail=f"}}{self.after}",
             between=self.between,
@@ -93,23 +110,38 @@ MISTRAL = Convention(
     shows="[TOOL_CALLS]", begin="[TOOL_CALLS]", opens="[", between=", ", end="]"
 )
 LLAMA = Convention(
-    shows='"parameters"', begin="<|python_tag|>", key="parameters", bare=True, most=1
+    shows='"parameters": ', begin="<|python_tag|>", key="parameters", bare=True, most=1
 )
 GRANITE = Convention(
-    shows="<|tool_call|>", begin="<|tool_call|>", opens="[", between=", ", end="]"
+    shows="<|tool_call|>",
+    begin="<|tool_call|>",
+    opens="[",
+    between=", ",
+    end="]",
+    also=("<tool_call>",),  # Granite 3.1, whatever its template says
 )
 PHI = Convention(
     shows="functools[", begin="functools", opens="[", between=", ", end="]"
 )
 LLAMA_4 = Convention(
     shows="<|python_start|>",
-    begin="<|python_start|>",
+    begin="<|python_start|><|python_end|>",
     key="parameters",
-    after="<|python_end|>",
     bare=True,
-    most=1,
+    silent=("<|python_start|>", "<|python_end|>"),
 )
-CONVENTIONS = (HERMES, MISTRAL, GRANITE, PHI, LLAMA_4, LLAMA)
+"""Text stands between these marks, and calls behind them."""
+HUNYUAN = Convention(
+    shows="<tool_calls>[",
+    begin="<tool_calls>",
+    opens="[",
+    between=", ",
+    end="]</tool_calls>",
+)
+NEMOTRON = Convention(
+    shows="<TOOLCALL>[", begin="<TOOLCALL>", opens="[", between=", ", end="]</TOOLCALL>"
+)
+CONVENTIONS = (HUNYUAN, NEMOTRON, HERMES, MISTRAL, GRANITE, PHI, LLAMA_4, LLAMA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +149,11 @@ class NamedConvention:
     """A call whose name stands before its arguments, which are JSON.
 
     ``begin`` and ``end`` stand around all calls, ``opens`` and ``after`` around each,
-    ``between`` from one to the next, and ``separator`` between the name and the
-    arguments. ``counted``: a name ends with a colon and the call's number, and so do
-    ids. ``shows``: what a template writes that has this convention, all of it.
+    ``between`` from one to the next, ``prefix`` before the name and ``separator``
+    between that and the arguments. ``counted``: a name ends with a colon and the call's
+    number, and is the call's id. ``id_mark`` may stand between a name and the call's id;
+    ``short``: ids have SHORT letters and digits. ``begin`` may be empty. ``shows``: what
+    a template writes that has this convention, all of it.
     """
 
     shows: tuple[str, ...]
@@ -129,14 +163,23 @@ class NamedConvention:
     after: str
     end: str
     between: str = ""
+    prefix: str = ""
     counted: bool = False
+    id_mark: str = ""
+    short: bool = False
 
     def new_id(self, name: str, number: int) -> str:
-        return f"functions.{name}:{number}" if self.counted else new_call_id()
+        if self.short:
+            return short_id()
+        return f"{self.prefix}{name}:{number}" if self.counted else new_call_id()
 
-    def plain(self, name: str) -> str:
-        """A name without its number."""
-        return COUNT.sub("", name) if self.counted else name
+    def name_of(self, said: str) -> tuple[str, str]:
+        """The name in what stands for it, and the call's id; empty where the model gave
+        it none."""
+        name, _, own = said.partition(self.id_mark) if self.id_mark else (said, "", "")
+        name = name.strip()
+        plain = name.removeprefix(self.prefix)
+        return (COUNT.sub("", plain), name) if self.counted else (plain, own.strip())
 
     def structure(
         self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
@@ -146,7 +189,7 @@ class NamedConvention:
         texts = (self.begin, self.opens, self.separator, self.after, self.end)
         calls = Calls(
             begin=self.begin,
-            head=f"{self.opens}{NAME}{number}{self.separator}",
+            head=f"{self.opens}{self.prefix}{NAME}{number}{self.separator}",
             tail=self.after,
             between=self.between,
             end=self.end,
@@ -190,15 +233,30 @@ DEEPSEEK = NamedConvention(
 KIMI = NamedConvention(
     shows=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     begin="<|tool_calls_section_begin|>",
-    opens="<|tool_call_begin|>functions.",
+    opens="<|tool_call_begin|>",
+    prefix="functions.",
     separator="<|tool_call_argument_begin|>",
     after="<|tool_call_end|>",
     end="<|tool_calls_section_end|>",
     counted=True,
 )
-NAMED = (DEEPSEEK_R1, DEEPSEEK, KIMI)
-OTHERS = ("<function=", "[ARGS]")
-"""Marks of templates whose calls are no JSON objects."""
+MISTRAL_NAMED = NamedConvention(
+    shows=("[TOOL_CALLS]", "[ARGS]"),
+    begin="",
+    opens="[TOOL_CALLS]",
+    separator="[ARGS]",
+    after="",
+    end="",
+    id_mark="[CALL_ID]",
+    short=True,
+)
+"""Newer models of Mistral."""
+NAMED = (DEEPSEEK_R1, DEEPSEEK, KIMI, MISTRAL_NAMED)
+OTHERS = (
+    *("<function=", "<function_call>", "<atem:", "]<]"),
+    *("<|START_ACTION|>", '"tool_name"'),
+)
+"""Marks of templates whose calls are written in another way."""
 
 
 def convention_of(template: str) -> Convention | NamedConvention | None:

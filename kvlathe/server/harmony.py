@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, ThoughtForm
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.fields import Json
-from kvlathe.server.pieces import Piece
+from kvlathe.server.pieces import Piece, beginning_of, first_of
 from kvlathe.server.tools import new_call_id, parse_arguments
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -115,9 +115,9 @@ class HarmonyReader:
         return found
 
     def _step(self, found: list[Piece]) -> bool:
-        place, mark = first_mark(self._held)
+        place, mark = first_of(MARKS, self._held)
         if not mark:
-            keep = possible_mark(self._held)
+            keep = beginning_of(MARKS, self._held)
             said = self._held[: len(self._held) - keep]
             self._held = self._held[len(said) :]
             self._take(said, found)
@@ -178,18 +178,3 @@ class HarmonyReader:
         self.calls += self._call
         self._call, self._raw, self._arguments = False, "", ""
         self._header, self._kind = "", ""
-
-
-def first_mark(text: str) -> tuple[int, str]:
-    """The first mark of a text, and its place; no mark where it has none."""
-    places = [(place, mark) for mark in MARKS if (place := text.find(mark)) >= 0]
-    return min(places, default=(-1, ""))
-
-
-def possible_mark(text: str) -> int:
-    """Length of the longest end of ``text`` that begins a mark."""
-    longest = max(map(len, MARKS)) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in MARKS):
-            return size
-    return 0

@@ -22,7 +22,8 @@ from kvlathe.server.named_parser import NamedParser
 from kvlathe.server.read_answers import Reading, TextReader
 from kvlathe.server.reasoning import Thinking, Thoughts, thinking_of
 from kvlathe.server.schema import ChatRequest
-from kvlathe.server.tagged import TAGGED, TaggedConvention, TaggedParser
+from kvlathe.server.tagged import TAGGED, TaggedConvention
+from kvlathe.server.tagged_parser import TaggedParser
 from kvlathe.server.tool_parser import ToolParser
 
 BUDGETS = {"minimal": 512, "low": 2048, "medium": 8192}
@@ -145,8 +146,10 @@ def calling_of(template: str) -> Calling | None:
     or writes calls in a way that is not known."""
     if "tools" in template and harmony.shown_by(template):
         return HarmonyCalls()
-    tagged = [one for one in TAGGED if one.shows in template and "tools" in template]
-    return tagged[0] if tagged else convention_of(template)
+    for one in TAGGED if "tools" in template else ():
+        if all(mark in template for mark in one.shows):
+            return one
+    return convention_of(template)
 
 
 def parser_of(

@@ -20,6 +20,7 @@ class NamedParser:
 
     def __init__(self, convention: NamedConvention) -> None:
         self._convention = convention
+        self._mark = convention.begin or convention.opens
         self._state = TEXT
         self._held = ""
         self._raw = ""  # of what may become a call
@@ -63,9 +64,9 @@ class NamedParser:
         return self._after()
 
     def _text(self, found: list[Piece]) -> bool:
-        mark = self._convention.begin
+        mark = self._mark
         before, begun, rest = self._held.partition(mark)
-        keep = 0 if begun else beginning_of(mark, self._held)
+        keep = 0 if begun else beginning_of([mark], self._held)
         before = before[: len(before) - keep]
         if self._spoke:
             before = before.lstrip()
@@ -76,11 +77,12 @@ class NamedParser:
             # Blanks behind a call are dropped, though it may be that more of them come.
             self._held = self._held[len(self._held) - keep :]
             return False
-        self._held, self._raw, self._state, self._spoke = rest, mark, BETWEEN, False
+        self._state = BETWEEN if self._convention.begin else NAMED
+        self._held, self._raw, self._spoke = rest, mark, False
         return True
 
     def _between(self, found: list[Piece]) -> bool:
-        """What comes next in a section: a call, or its end."""
+        """Find out what follows in a section: a call, or its end."""
         said = self._held.lstrip(FILLER)
         own = self._convention
         for mark, state in ((own.opens, NAMED), (own.end, TEXT)):
@@ -101,17 +103,19 @@ class NamedParser:
         return True
 
     def _name(self, found: list[Piece]) -> bool:
-        name, separated, rest = self._held.partition(self._convention.separator)
-        if not separated and len(self._held) <= MOST_NAME:
+        # It must not depend on how much of the text is here.
+        separator = self._convention.separator
+        name, separated, _ = self._held[:MOST_NAME].partition(separator)
+        if not separated and len(self._held) < MOST_NAME:
             return False
-        plain = self._convention.plain(name)
-        ready = rest.lstrip(FILLER)
+        plain, own = self._convention.name_of(name)
+        ready = self._held[len(name) + len(separated) :].lstrip(FILLER)
         if separated and not ready and NAME.fullmatch(plain):
             return False
         if not separated or not NAME.fullmatch(plain) or not ready.startswith("{"):
             self._give_up(found)
             return True
-        found.append(Piece(index=self.calls, name=plain))
+        found.append(Piece(index=self.calls, name=plain, id=own))
         self._raw += self._held[: len(self._held) - len(ready)]
         self._held, self._value, self._state = ready, Value(), ARGUMENTS
         return True
@@ -130,7 +134,7 @@ class NamedParser:
         return True
 
     def _after(self) -> bool:
-        """What closes a call."""
+        """Pass over the mark that closes a call."""
         said, after = self._held.lstrip(FILLER), self._convention.after.lstrip(FILLER)
         if after.startswith(said) and said != after:
             return False
@@ -140,11 +144,7 @@ class NamedParser:
 
     def _give_up(self, found: list[Piece]) -> None:
         """Give the mark out as text: it began no call. What follows it is read again."""
-        mark = (
-            self._convention.begin
-            if self._raw.startswith(self._convention.begin)
-            else ""
-        )
+        mark = self._mark if self._raw.startswith(self._mark) else ""
         if mark:
             found.append(Piece(mark))
         self._held = self._raw.removeprefix(mark) + self._held

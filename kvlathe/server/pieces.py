@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,13 +10,15 @@ from typing import Protocol
 @dataclass(slots=True)
 class Piece:
     """One addition of an answer: text, or thoughts, or the name of call number
-    ``index``, or more of its arguments."""
+    ``index``, or more of its arguments. ``id``: the call's, where the model gave it
+    one."""
 
     text: str = ""
     index: int = -1
     name: str = ""
     arguments: str = ""
     thought: str = ""
+    id: str = ""
 
 
 class Reader(Protocol):
@@ -44,9 +47,18 @@ class Reader(Protocol):
         ...
 
 
-def beginning_of(mark: str, text: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
+def first_of(marks: Iterable[str], text: str) -> tuple[int, str]:
+    """The place of the first mark in ``text``, and the mark; -1 and none where there is
+    none."""
+    places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(places, default=(-1, ""))
+
+
+def beginning_of(marks: Iterable[str], text: str) -> int:
+    """Length of the longest end of ``text`` that begins one of ``marks``."""
+    known = [*marks]
+    longest = max(map(len, known), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(len(one) > size and one.startswith(text[-size:]) for one in known):
             return size
     return 0

@@ -15,7 +15,7 @@ from kvlathe.server.fields import Json
 from kvlathe.server.named_parser import NamedParser
 from kvlathe.server.pieces import Piece, Reader
 from kvlathe.server.reasoning import Thoughts
-from kvlathe.server.tagged import TaggedParser
+from kvlathe.server.tagged_parser import TaggedParser
 from kvlathe.server.tool_parser import ToolParser
 
 
@@ -167,7 +167,7 @@ class ReadChat(Chat):
                 piece.index, {"index": piece.index, "function": {"arguments": ""}}
             )
             if piece.name:
-                own = self._reading.new_id(piece.name, piece.index)
+                own = piece.id or self._reading.new_id(piece.name, piece.index)
                 entry |= {"id": own, "type": "function"}
                 entry["function"] = {"name": piece.name, "arguments": ""}
             entry["function"]["arguments"] += piece.arguments

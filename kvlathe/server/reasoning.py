@@ -142,7 +142,7 @@ class Thoughts:
         if found:
             self._held, self._state = rest, FOLLOWS
             return thought.rstrip()
-        keep = beginning_of(self._marks.end, thought)
+        keep = beginning_of([self._marks.end], thought)
         said = thought[: len(thought) - keep].rstrip()
         self._held = thought[len(said) :]
         return said
@@ -167,7 +167,7 @@ class Thoughts:
         if found:
             self._held = rest
             return before
-        keep = beginning_of(closes, self._held)
+        keep = beginning_of([closes], self._held)
         said, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],

@@ -1,38 +1,42 @@
-"""Tool calls whose arguments stand between tags, one after the other: GLM 4.5 and Qwen 3
-Coder write them. What a value is, only the tool's schema says: strings stand as they
-are, and all else is JSON."""
+"""Tool calls whose arguments stand between tags, one after the other: GLM 4.5, Qwen 3
+Coder, Seed-OSS and MiniMax M2 write them. What a value is, only the tool's schema says:
+strings stand as they are, and all else is JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import NoReturn, cast
 
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.conventions import MOST_CALLS
 from kvlathe.server.fields import Json
-from kvlathe.server.pieces import Piece, beginning_of
 from kvlathe.server.tools import new_call_id
 
 Schemas = Mapping[str, Json | bool]
 """Tool -> JSON schema of its arguments."""
 STRING = "string"
-BEGIN, END = "<tool_call>", "</tool_call>"
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+"""Python's names, too: Qwen 3 Coder's template writes those."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedConvention:
-    """A call is BEGIN, the name between ``opens`` and ``closes``, the arguments,
-    ``tail`` and END. An argument is KEY between ``key`` and ``keyed``, and its value
-    between ``value`` and ``after``. ``shows``: what a template writes that has this
-    convention.
+    """``begin`` and ``end`` stand around calls. A call is its name between ``opens`` and
+    ``closes``, its arguments, and ``tail``; where that is empty, ``end`` ends it. An
+    argument is KEY between ``key`` and ``keyed``, and its value between ``value`` and
+    ``after``. ``bare``: calls may come without ``begin``, which some models forget.
+    ``shows``: what a template writes that has this convention, all of it.
     """
 
-    shows: str
+    shows: tuple[str, ...]
+    begin: str
+    end: str
     opens: str
     closes: str
     key: str
@@ -40,6 +44,17 @@ class TaggedConvention:
     value: str
     after: str
     tail: str
+    bare: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks that begin calls."""
+        return (self.begin, self.opens.strip()) if self.bare else (self.begin,)
+
+    @property
+    def closer(self) -> str:
+        """The mark that ends a call."""
+        return self.tail.strip() or self.end
 
     def new_id(self, name: str, number: int) -> str:
         return new_call_id()
@@ -48,22 +63,24 @@ class TaggedConvention:
         self, tools: Schemas, several: bool, tokenizer: Tokenizer
     ) -> Structure:
         """As ``Calling.structure``: the arguments that a schema names, in its order."""
-        texts = (BEGIN, END, self.opens, self.key, self.value, self.after, self.tail)
+        texts = (self.begin, self.end, self.opens, self.key, self.keyed, self.value)
         calls = Calls(
             begin="",
-            head=f"{BEGIN}{self.opens}{NAME}{self.closes}",
-            tail=f"{self.tail}{END}",
+            head=f"{self.begin}{self.opens}{NAME}{self.closes}",
+            tail=f"{self.tail}{self.end}",
             between="\n",
             end="",
             most=MOST_CALLS if several else 1,
-            special=tokenizer.specials_in(*texts),
+            special=tokenizer.specials_in(*texts, self.after, self.tail),
             tags=(self.key, f"{self.keyed}{self.value}", self.after),
         )
         return Structure.calls(calls, tools)
 
 
 GLM = TaggedConvention(
-    shows="<arg_key>",
+    shows=("<arg_key>", "<tool_call>"),
+    begin="<tool_call>",
+    end="</tool_call>",
     opens="",
     closes="\n",
     key="<arg_key>",
@@ -73,7 +90,9 @@ GLM = TaggedConvention(
     tail="",
 )
 QWEN_CODER = TaggedConvention(
-    shows="<parameter=",
+    shows=("<parameter=", "<tool_call>"),
+    begin="<tool_call>",
+    end="</tool_call>",
     opens="\n<function=",
     closes=">\n",
     key="<parameter=",
@@ -81,30 +100,64 @@ QWEN_CODER = TaggedConvention(
     value="\n",
     after="\n</parameter>\n",
     tail="</function>\n",
+    bare=True,
 )
-TAGGED = (GLM, QWEN_CODER)
+SEED = TaggedConvention(
+    shows=("<parameter=", "<seed:tool_call>"),
+    begin="<seed:tool_call>",
+    end="</seed:tool_call>",
+    opens="\n<function=",
+    closes=">\n",
+    key="<parameter=",
+    keyed=">",
+    value="",
+    after="</parameter>\n",
+    tail="</function>\n",
+    bare=True,
+)
+MINIMAX = TaggedConvention(
+    shows=("<minimax:tool_call>", "<invoke name="),
+    begin="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    opens='\n<invoke name="',
+    closes='">\n',
+    key='<parameter name="',
+    keyed='">',
+    value="",
+    after="</parameter>\n",
+    tail="</invoke>\n",
+)
+TAGGED = (GLM, SEED, QWEN_CODER, MINIMAX)
 
 
 @lru_cache(8)
 def patterns(convention: TaggedConvention) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """The beginning of a call, and one argument. Blanks between tags say nothing, but
-    that a value may stand on lines of its own."""
+    that a value may stand on lines of its own. A value ends with its tag, or, where the
+    model forgot that, before the next argument's."""
 
     def tag(text: str) -> str:
         return re.escape(text.strip())
 
     own = convention
     name = rf"\s*{tag(own.opens)}\s*([\w.-]{{1,64}})\s*{tag(own.closes)}"
-    lines = r"\n?" if not own.value.strip() else rf"\s*{tag(own.value)}"
-    ends = r"\n?" if not own.value.strip() else ""
-    argument = rf"\s*{tag(own.key)}([^<>\n]+){tag(own.keyed)}{lines}(.*?){ends}{tag(own.after)}"
-    return re.compile(name), re.compile(argument, re.DOTALL)
+    lines = r"\n?" if own.value == "\n" else ""
+    value = rf"\s*{tag(own.value)}" if tag(own.value) else lines
+    ends = (
+        tag(own.after)
+        if tag(own.value)
+        else rf"(?:{tag(own.after)}|(?={tag(own.key)}))"
+    )
+    return re.compile(name), re.compile(
+        rf"\s*{tag(own.key)}([^<>\n]+?){tag(own.keyed)}{value}(.*?){lines}{ends}",
+        re.DOTALL,
+    )
 
 
 def call_of(
     convention: TaggedConvention, body: str, tools: Schemas
 ) -> tuple[str, str] | None:
-    """Name and arguments of what stands between BEGIN and END; None where it is no
+    """Name and arguments of a call whose end has been taken off; None where it is no
     call."""
     begins, argument = patterns(convention)
     head = begins.match(body)
@@ -112,86 +165,53 @@ def call_of(
         return None
     found: Json = {}
     place = head.end()
-    schema = tools.get(head[1])
     while one := argument.match(body, place):
-        found[one[1]] = value_of(one[2], schema, one[1])
+        key = one[1].strip()
+        found[key] = value_of(one[2], tools.get(head[1]), key)
         place = one.end()
-    if body[place:].strip() != convention.tail.strip():
+    if body[place:].strip():
         return None
     return head[1], json.dumps(found, ensure_ascii=False)
 
 
 def value_of(text: str, schema: Json | bool | None, key: str) -> object:
-    """The value of an argument, by its schema. A text that is no JSON is a string."""
+    """The value of an argument, by its schema: the first of vLLM's order (null, numbers,
+    booleans, objects, lists, strings) that the schema allows and the text is. Where the
+    schema says nothing, a text that is no JSON is a string."""
     named = schema.get("properties") if isinstance(schema, dict) else None
     kinds = kinds_of(cast("Json", named).get(key)) if isinstance(named, dict) else set()
-    if STRING in kinds and not ("null" in kinds and text == "null"):
-        return text
+    value, said = parsed(text), text.strip().lower()
+    if "null" in kinds and (said == "null" or (said == "none" and STRING not in kinds)):
+        return None
+    if any(kind in kinds for kind in KINDS.get(type(value), ())):
+        return value
+    if "boolean" in kinds and said in BOOLEANS:
+        return BOOLEANS[said]
+    return text if STRING in kinds else value
+
+
+KINDS: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    dict: ("object",),
+    list: ("array",),
+}
+"""Python's types of JSON values that may be told from a string -> types of a schema."""
+
+
+def parsed(text: str) -> object:
+    """The JSON value of a text; the text itself where it is none, or a number that JSON
+    cannot hold."""
+
+    def no_number(said: str) -> NoReturn:
+        raise ValueError(f"{said} is no JSON")
+
+    def finite(said: str) -> float:
+        number = float(said)
+        return number if math.isfinite(number) else no_number(said)
+
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=no_number, parse_float=finite)
     except (ValueError, RecursionError):
         return text
-
-
-class TaggedParser:
-    """Parser of one answer (``pieces.Reader``, without thoughts). A call comes when it
-    is whole; what looks like one and is none comes out as text at the end."""
-
-    def __init__(self, convention: TaggedConvention, tools: Schemas) -> None:
-        self._convention, self._tools = convention, tools
-        self._held = ""
-        self._tried = 0  # characters in which no whole call was found
-        self._spoke = False
-        self.calls = 0
-
-    @property
-    def unfinished(self) -> str:
-        return ""
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
-
-    def close(self) -> list[Piece]:
-        """End of the text."""
-        found = self.push("")
-        while self._held.startswith(BEGIN):  # no call, but there may be one behind it
-            found.append(Piece(BEGIN))
-            self._held, self._tried, self._spoke = self._held[len(BEGIN) :], 0, False
-            found += self.push("")
-        rest, self._held = self._held, ""
-        return [*found, Piece(rest)] if rest else found
-
-    def _step(self, found: list[Piece]) -> bool:
-        if not self._held.startswith(BEGIN):
-            return self._text(found)
-        start = max(len(BEGIN), self._tried - len(END))
-        place = self._held.find(END, start)
-        while place >= 0:
-            body = self._held[len(BEGIN) : place]
-            if call := call_of(self._convention, body, self._tools):
-                found.append(Piece(index=self.calls, name=call[0]))
-                found.append(Piece(index=self.calls, arguments=call[1]))
-                self.calls += 1
-                self._held, self._tried = self._held[place + len(END) :], 0
-                self._spoke = True
-                return True
-            place = self._held.find(END, place + 1)
-        self._tried = len(self._held)
-        return False
-
-    def _text(self, found: list[Piece]) -> bool:
-        """Text up to the next mark. True where there is one."""
-        before, begun, rest = self._held.partition(BEGIN)
-        keep = 0 if begun else beginning_of(BEGIN, self._held)
-        before, kept = before[: len(before) - keep], before[len(before) - keep :]
-        if self._spoke:  # blanks behind a call
-            before = before.lstrip()
-        if before:
-            found.append(Piece(before))
-            self._spoke = False
-        self._held, self._tried = (begun + rest if begun else kept), 0
-        return bool(begun)

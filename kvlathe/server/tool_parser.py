@@ -6,7 +6,7 @@ import json
 import re
 
 from kvlathe.server.conventions import Convention
-from kvlathe.server.pieces import Piece, beginning_of
+from kvlathe.server.pieces import Piece, beginning_of, first_of
 
 STRING = r'"((?:[^"\\]|\\.)*)"'
 KEYS = "arguments|parameters"
@@ -57,7 +57,9 @@ class ToolParser:
 
     def __init__(self, convention: Convention) -> None:
         self._convention = convention
-        self._mark = (convention.begin or convention.before).strip()
+        self._marks = (*convention.marks, *convention.silent)
+        self._closing = convention.closing
+        self._mark = ""  # of the call that is being read
         self._held = ""
         self._inside = False  # behind a mark, or where a bare call may begin
         self._started = False
@@ -83,8 +85,8 @@ class ToolParser:
         cut = self._inside and self._value is None and not self._behind
         if cut and (self._raw + rest).strip():
             found.append(Piece(self._raw + rest))
-        elif not self._inside and rest:
-            found.append(Piece(rest))
+        elif not self._inside and (said := self._spoken(rest)):
+            found.append(Piece(said))
         return found
 
     def _read(self, last: bool) -> list[Piece]:
@@ -104,14 +106,18 @@ class ToolParser:
     def _text(self, found: list[Piece]) -> bool:
         """Text up to the next mark."""
         if self._bare():
-            self._inside = True
+            self._inside, self._mark = True, ""
             return True
-        place = self._held.find(self._mark)
-        if place >= 0:
+        place, mark = first_of(self._marks, self._held)
+        if mark:
             if before := self._spoken(self._held[:place]):
                 found.append(Piece(before))
-            self._held = self._held[place + len(self._mark) :]
-            self._raw = self._mark
+                self._behind = False
+            self._held = self._held[place + len(mark) :]
+            if mark in self._convention.silent:
+                self._started = False  # a bare call may follow
+                return True
+            self._raw = self._mark = mark
             self._inside, self._started, self._behind = True, True, False
             return True
         said, self._held = self._split(self._possible_mark())
@@ -133,7 +139,7 @@ class ToolParser:
         """Characters at the end that may begin a mark; blanks before a bare call."""
         if self._convention.bare and not self._started and not self._held.strip():
             return len(self._held)
-        return beginning_of(self._mark, self._held)
+        return beginning_of(self._marks, self._held)
 
     def _split(self, keep: int) -> tuple[str, str]:
         cut = len(self._held) - keep
@@ -229,7 +235,7 @@ class ToolParser:
 
     def _next(self) -> bool:
         """Text after a call: what closes it is dropped, and another may follow."""
-        closing = self._convention.after.strip()
+        closing = self._closing
         rest = self._held.lstrip(FILLER + "}],;")
         self._held = rest
         if closing and rest.startswith(closing):
@@ -238,7 +244,7 @@ class ToolParser:
             return True
         if closing and closing.startswith(rest):
             return False
-        if not closing and rest.startswith("{"):
+        if rest.startswith("{") and (self._convention.opens or not closing):
             self._behind = False
             return True
         if rest:

@@ -417,35 +417,46 @@ def tagged(
     key, value, after = tags
     parts: list[str] = []
     for name, own in named.items():
-        body = tagged_value({"$defs": schema.get("$defs", {}), **own})
-        part = f"{said(key + name + value)} {body} {said(after)}"
+        if not isinstance(own, dict):
+            raise ValueError(f"properties.{name} is no schema of an argument")
+        body = tagged_value({"$defs": schema.get("$defs", {}), **own}, after, said)
+        part = f"{said(key + name + value)} {body}"
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
 
-def tagged_value(schema: dict[str, object]) -> str:
-    """An argument between tags: a string as it stands, or JSON."""
+def tagged_value(
+    schema: dict[str, object], after: str, said: Callable[[str], str]
+) -> str:
+    """An argument between tags, a string as it stands or JSON, and ``after``."""
     kinds = kinds_of(schema)
     if "string" not in kinds:
-        return f"%json {json.dumps(schema)}"
+        return f"%json {json.dumps(schema)} {said(after)}"
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             own = cast("list[dict[str, object]]", branches)
             defined = {"$defs": schema["$defs"]}
-            return f"({' | '.join(tagged_value({**defined, **one}) for one in own)})"
-    text = raw_string(schema)
-    return f'({text} | "null")' if "null" in kinds else text
+            each = (tagged_value({**defined, **one}, after, said) for one in own)
+            return f"({' | '.join(each)})"
+    text = raw_string(schema, after, said)
+    return f'({text} | "null" {said(after)})' if "null" in kinds else text
 
 
-def raw_string(schema: Mapping[str, object]) -> str:
-    """A string without quotes in a grammar. Raises ValueError for one with a form."""
+def raw_string(
+    schema: Mapping[str, object], after: str, said: Callable[[str], str]
+) -> str:
+    """A string without quotes in a grammar, and ``after``. Raises ValueError for one with
+    a form."""
     if unknown := {"pattern", "format"} & {*schema}:
         raise ValueError(f"arguments between tags cannot be held to {min(unknown)}")
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return f"({' | '.join(quote(raw(value)) for value in values)})"
+        return f"({' | '.join(quote(raw(value)) for value in values)}) {said(after)}"
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"/(?s:[^<]){{{least},{most}}}/"
+    # A terminal takes all that it can: what ends the string is part of it.
+    ending, tag, rest = after.partition("<")
+    ending = ending.replace("\n", "\\n")
+    return f"/(?s:[^<]){{{least},{most}}}{ending}/ {said(tag + rest)}"
 
 
 def raw(value: object) -> str:

@@ -189,6 +189,18 @@ class Structure:
         return cls("regex", "|".join(map(literal, texts)))
 
 
+KINDS_OF: dict[type, str] = {
+    str: "string",
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+}
+"""Python's types of JSON values -> a schema's."""
+
+
 def kinds_of(schema: object) -> set[str]:
     """The types that a JSON schema may have, where it says so: string, null, ..."""
     if not isinstance(schema, dict):
@@ -200,10 +212,8 @@ def kinds_of(schema: object) -> set[str]:
         found |= {*map(str, cast("list[object]", kind))}
     values = said.get("enum", [said["const"]] if "const" in said else [])
     if not found and isinstance(values, list):
-        names: dict[type, str] = {str: "string", type(None): "null"}
-        listed = cast("list[object]", values)
-        found |= {names.get(type(one), "other") for one in listed}
-    for key in ("anyOf", "oneOf"):
+        found |= {KINDS_OF[type(one)] for one in cast("list[object]", values)}
+    for key in ("anyOf", "oneOf", "allOf"):
         inner = said.get(key)
         for one in cast("list[object]", inner) if isinstance(inner, list) else ():
             found |= kinds_of(one)

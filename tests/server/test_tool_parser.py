@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from kvlathe.server.conventions import (
     CONVENTIONS,
+    GRANITE,
     HERMES,
     LLAMA,
+    LLAMA_4,
     MISTRAL,
+    MISTRAL_NAMED,
     Convention,
+    NamedConvention,
     convention_of,
 )
 from kvlathe.server.tool_parser import ToolParser
@@ -43,9 +47,9 @@ def written(convention: Convention, made: list[Call], indent: int | None) -> str
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in said)
     if convention.opens:
         blank = " " if convention is MISTRAL else ""
-        return f"{convention.begin}{blank}[{', '.join(said)}]"
-    if convention.after:
-        return "\n".join(f"{convention.begin}{one}{convention.after}" for one in said)
+        return f"{convention.begin}{blank}[{', '.join(said)}{convention.end}"
+    if convention is LLAMA_4:
+        return convention.begin + "".join(said)
     return "; ".join(said)
 
 
@@ -112,6 +116,12 @@ def test_text_may_stand_before_calls() -> None:
     assert read(HERMES, [*text]) == ("I look.\n", [("look", {"at": 1})])
     text = '<|python_tag|>{"name": "look", "parameters": {}}'
     assert read(LLAMA, [text]) == ("", [("look", {})])
+    said = '{"name": "look", "parameters": {}}'
+    begin, end = LLAMA_4.silent
+    for text in (f"{begin}I look.{end}{said}", f"I look.{begin}{said}{end}\n"):
+        assert read(LLAMA_4, [*text]) == ("I look.", [("look", {})])
+    text = '<tool_call>[{"name": "look", "arguments": {}}]'
+    assert read(GRANITE, [*text]) == ("", [("look", {})])
 
 
 @settings(deadline=None)
@@ -162,14 +172,15 @@ def test_arguments_of_tool_calls_stream_as_they_are_written() -> None:
         ("{% if tools %}<tool_call>{% endif %}", HERMES),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
         ('{% if tools %}{{ \'{"name": "f", "parameters": {}}\' }}{% endif %}', LLAMA),
-        ("{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}", MISTRAL_NAMED),
+        ("{% if tools %}<function_call>{% endif %}", None),
         ("{% if tools %}<tool_call><function=x>{% endif %}", None),
         ("{{ messages[0].content }}<tool_call>", None),
         ("{% if tools %}{{ tools }}{% endif %}", None),
     ],
 )
 def test_chat_templates_show_their_convention_of_tool_calls(
-    template: str, expected: Convention | None
+    template: str, expected: Convention | NamedConvention | None
 ) -> None:
     assert convention_of(template) == expected
 
@@ -177,6 +188,7 @@ def test_chat_templates_show_their_convention_of_tool_calls(
 FRAGMENTS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
     *("<|tool_call|>", "functools", "<|python_start|>", "<|python_end|>"),
+    *("<tool_calls>", "</tool_calls>"),
     *('{"name": "f", "arguments": ', '{"name": "g", "parameters": ', '{"a": "}"}'),
     *('{"arguments": {}, "name": ', '"h"}', "null}", '"x"}', "{}}", "[1]}", '{"'),
     *("[", "]", "{", "}", ",", ";", " ", "\n", '"', "\\", "<", "o", "ops "),

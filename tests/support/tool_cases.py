@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlathe.server import conventions, tagged
-from kvlathe.server.conventions import NamedConvention
+from kvlathe.server import conventions
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -51,31 +50,21 @@ MISTRAL = template(
     "{% if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}"
     "{% endif %}[TOOL_CALLS] [{{ call.function | tojson }}]",
 )
-GRANITE = template(
-    "Write <|tool_call|>.", "<|tool_call|>[{{ call.function | tojson }}]"
+DEEPSEEK = template(
+    "Write " + "".join(conventions.DEEPSEEK.shows),
+    f"{conventions.DEEPSEEK.begin}{conventions.DEEPSEEK.opens}"
+    "{{ call.function.name + '"
+    f"{conventions.DEEPSEEK.separator}"
+    "' + call.function.arguments }}"
+    f"{conventions.DEEPSEEK.after}{conventions.DEEPSEEK.end}",
 )
-PHI = template("Write functools[].", "functools[{{ call.function | tojson }}]")
-LLAMA_4 = template(
-    "Write <|python_start|>.",
-    '<|python_start|>{"name": "{{ call.function.name }}", "parameters": '
-    "{{ call.function.arguments | tojson }}}<|python_end|>",
+"""As DeepSeek's own, it takes arguments as a text."""
+QWEN_CODER = template(
+    "Write <tool_call><parameter=.",
+    "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>\n"
+    "{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
 )
-NAMED_CALL = (
-    "BEGINOPENS{{ call.function.name }}SEPARATOR"
-    "{{ call.function.arguments | tojson }}AFTEREND"
-)
-
-
-def named(convention: NamedConvention) -> str:
-    """A template of a convention whose names stand before arguments."""
-    call = NAMED_CALL
-    for mark in ("begin", "opens", "separator", "after", "end"):
-        call = call.replace(mark.upper(), getattr(convention, mark))
-    return template("".join(convention.shows), call)
-
-
-TAGGED = tuple(template(f"Write {one.shows}.", one.shows) for one in tagged.TAGGED)
-NAMED = tuple(map(named, conventions.NAMED))
 LLAMA = template(
     'Write {"name": name, "parameters": object}.',
     '{"name": "{{ call.function.name }}", "parameters": '
