@@ -13,13 +13,16 @@ import pytest
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.anthropic import answer as anthropic
-from kvlathe.server.conventions import HERMES, LLAMA, Convention
+from kvlathe.server.conventions import HERMES, KIMI, LLAMA, Convention
 from kvlathe.server.harmony import HarmonyReader
+from kvlathe.server.named_parser import NamedParser
 from kvlathe.server.pieces import Reader
 from kvlathe.server.read_answers import ReadChat, Reading, TextReader
 from kvlathe.server.reasoning import CONVENTIONS, Thoughts
 from kvlathe.server.responses import answer as responses
 from kvlathe.server.responses.request import ResponsesRequest
+from kvlathe.server.tagged import QWEN_CODER
+from kvlathe.server.tagged_parser import TaggedParser
 from kvlathe.server.tool_parser import ToolParser
 from kvlathe.server.written import Writer
 from tests.support.runtime_cases import llm
@@ -61,6 +64,23 @@ CASES = {
         spoken(HERMES),
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
     ),
+    "a named call, then text": (
+        lambda: TextReader(None, NamedParser(KIMI)),
+        f'{KIMI.begin}{KIMI.opens}f:3{KIMI.separator}{{"a": 1}}{KIMI.after}{KIMI.end} ok',
+    ),
+    "a named call that is cut": (
+        lambda: TextReader(None, NamedParser(KIMI)),
+        f'{KIMI.begin}{KIMI.opens}f:3{KIMI.separator}{{"a": 1',
+    ),
+    "a call with tags, then text": (
+        lambda: TextReader(None, TaggedParser(QWEN_CODER, {})),
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+        "</tool_call>\nok",
+    ),
+    "a call with tags that is cut": (
+        lambda: TextReader(None, TaggedParser(QWEN_CODER, {})),
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</para",
+    ),
 }
 
 
@@ -72,7 +92,9 @@ def tokenizer() -> Tokenizer:
 def written(
     make: Callable[[], Writer], reader: Callable[[], Reader], deltas: Sequence[str]
 ) -> Writer:
-    kind = ReadChat(tokenizer(), False, Reading(reader, lambda: "id", True))
+    kind = ReadChat(
+        tokenizer(), False, Reading(reader, lambda name, number: "id", True)
+    )
     writer = make()
     writer.begin(USAGE)
     for text in deltas:
