@@ -60,17 +60,20 @@ class CallForm:
 FORMS = (CallForm(), CallForm(True), CallForm(False, True), CallForm(True, True))
 
 
-def form_of(render: Callable[[list[Json]], str]) -> CallForm:
+def form_of(render: Callable[[list[Json]], str]) -> CallForm | None:
     """The first form in which a template writes a call as it is: its arguments neither
-    as Python nor as a text in a text. ``render`` may raise KvlatheError."""
+    as Python nor as a text in a text. The common one where it writes none; None where it
+    refuses all. ``render`` may raise KvlatheError."""
+    wrote = False
     for form in FORMS:
         try:
             said = render(form.turns(TRIAL))
         except KvlatheError:
             continue
+        wrote = True
         wrong = (f"'{KEY}'", f'\\"{KEY}')
         if all(word in said for word in (NAME, KEY, VALUE)) and not any(
             word in said for word in wrong
         ):
             return form
-    return FORMS[0]
+    return FORMS[0] if wrote else None

@@ -179,7 +179,8 @@ class NamedConvention:
         name, _, own = said.partition(self.id_mark) if self.id_mark else (said, "", "")
         name = name.strip()
         plain = name.removeprefix(self.prefix)
-        return (COUNT.sub("", plain), name) if self.counted else (plain, own.strip())
+        own = own.strip() if own.strip().isalnum() else ""
+        return (COUNT.sub("", plain), name) if self.counted else (plain, own)
 
     def structure(
         self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer

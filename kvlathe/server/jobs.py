@@ -242,13 +242,7 @@ class Jobs:
         are the template's own."""
         framed = self.llm.tokenizer.chat_prompt
         template = self.llm.tokenizer.template_for(tools) or ""
-        form = CallForm()
-        if any(message.tool_calls for message in messages):
-            form = self._call_forms.get(template) or form_of(
-                lambda trial: framed(trial, tools=tools)
-            )
-            self._call_forms[template] = form
-        turns = form.turns(messages)
+        turns = self._call_form(template, tools, messages).turns(messages)
         if DEVELOPER not in template:
             for turn in turns:
                 turn["role"] = {DEVELOPER: "system"}.get(turn["role"], turn["role"])
@@ -261,6 +255,18 @@ class Jobs:
             raise ApiError(
                 422, f"messages: {error}", "messages", "chat_template"
             ) from error
+
+    def _call_form(
+        self, template: str, tools: list[Json] | None, messages: list[Message]
+    ) -> CallForm:
+        """The form in which the template takes calls, if there are any."""
+        known = self._call_forms.get(template)
+        if known is None and any(message.tool_calls for message in messages):
+            framed = self.llm.tokenizer.chat_prompt
+            known = form_of(lambda trial: framed(trial, tools=tools))
+            if known is not None:  # else it may have been refused for want of time
+                self._call_forms[template] = known
+        return known or CallForm()
 
     def _echo(self, given: str | list[int], ids: list[int]) -> Echo:
         tokenizer = self.llm.tokenizer

@@ -1,6 +1,7 @@
 """Tool calls whose arguments stand between tags, one after the other: GLM 4.5, Qwen 3
-Coder, Seed-OSS and MiniMax M2 write them. What a value is, only the tool's schema says:
-strings stand as they are, and all else is JSON."""
+Coder, Seed-OSS, MiniMax M2 and DeepSeek V3.2 write them. Strings stand as they are, and
+all else is JSON. Only the tool's schema says which of them a value is, but for DeepSeek,
+whose tags do."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class TaggedConvention:
     """``begin`` and ``end`` stand around calls. A call is its name between ``opens`` and
     ``closes``, its arguments, and ``tail``; where that is empty, ``end`` ends it. An
     argument is KEY between ``key`` and ``keyed``, and its value between ``value`` and
-    ``after``. ``bare``: calls may come without ``begin``, which some models forget.
+    ``after``. ``other`` stands in the place of ``keyed`` before a value that is no
+    string; empty: nothing tells these. ``bare``: calls may come without ``begin``, which some models forget.
     ``shows``: what a template writes that has this convention, all of it.
     """
 
@@ -44,6 +46,7 @@ class TaggedConvention:
     value: str
     after: str
     tail: str
+    other: str = ""
     bare: bool = False
 
     @property
@@ -64,6 +67,7 @@ class TaggedConvention:
     ) -> Structure:
         """As ``Calling.structure``: the arguments that a schema names, in its order."""
         texts = (self.begin, self.end, self.opens, self.key, self.keyed, self.value)
+        other = self.other or self.keyed
         calls = Calls(
             begin="",
             head=f"{self.begin}{self.opens}{NAME}{self.closes}",
@@ -72,7 +76,12 @@ class TaggedConvention:
             end="",
             most=MOST_CALLS if several else 1,
             special=tokenizer.specials_in(*texts, self.after, self.tail),
-            tags=(self.key, f"{self.keyed}{self.value}", self.after),
+            tags=(
+                self.key,
+                f"{self.keyed}{self.value}",
+                f"{other}{self.value}",
+                self.after,
+            ),
         )
         return Structure.calls(calls, tools)
 
@@ -127,7 +136,28 @@ MINIMAX = TaggedConvention(
     after="</parameter>\n",
     tail="</invoke>\n",
 )
-TAGGED = (GLM, SEED, QWEN_CODER, MINIMAX)
+DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
+
+
+def dsml(section: str) -> TaggedConvention:
+    """The convention of DeepSeek, from V3.2: versions differ by the section's name."""
+    return TaggedConvention(
+        shows=(DSML, f"{section}>"),
+        begin=f"<{DSML}{section}>",
+        end=f"</{DSML}{section}>",
+        opens=f'\n<{DSML}invoke name="',
+        closes='">\n',
+        key=f'<{DSML}parameter name="',
+        keyed='" string="true">',
+        other='" string="false">',
+        value="",
+        after=f"</{DSML}parameter>\n",
+        tail=f"</{DSML}invoke>\n",
+    )
+
+
+DEEPSEEK_V3_2, DEEPSEEK_V4 = dsml("function_calls"), dsml("tool_calls")
+TAGGED = (GLM, SEED, QWEN_CODER, MINIMAX, DEEPSEEK_V3_2, DEEPSEEK_V4)
 
 
 @lru_cache(8)
@@ -148,8 +178,9 @@ def patterns(convention: TaggedConvention) -> tuple[re.Pattern[str], re.Pattern[
         if tag(own.value)
         else rf"(?:{tag(own.after)}|(?={tag(own.key)}))"
     )
+    keyed = tag(own.keyed) + (f"|{tag(own.other)}" if own.other else "")
     return re.compile(name), re.compile(
-        rf"\s*{tag(own.key)}([^<>\n]+?){tag(own.keyed)}{value}(.*?){lines}{ends}",
+        rf"\s*{tag(own.key)}([^<>\n]+?)({keyed}){value}(.*?){lines}{ends}",
         re.DOTALL,
     )
 
@@ -166,12 +197,17 @@ def call_of(
     found: Json = {}
     place = head.end()
     while one := argument.match(body, place):
-        key = one[1].strip()
-        found[key] = value_of(one[2], tools.get(head[1]), key)
-        place = one.end()
+        key, place = one[1].strip(), one.end()
+        if convention.other:
+            found[key] = parsed(one[3]) if one[2] == convention.other else one[3]
+        else:
+            found[key] = value_of(one[3], tools.get(head[1]), key)
     if body[place:].strip():
         return None
-    return head[1], json.dumps(found, ensure_ascii=False)
+    try:
+        return head[1], json.dumps(found, ensure_ascii=False)
+    except RecursionError:  # a level more than its reader took
+        return None
 
 
 def value_of(text: str, schema: Json | bool | None, key: str) -> object:

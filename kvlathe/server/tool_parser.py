@@ -187,6 +187,7 @@ class ToolParser:
             call = json.loads(text)
             name, keys = call["name"], KEYS.split("|")
             [arguments] = [call[key] for key in keys if key in call]
+            said = json.dumps(arguments, ensure_ascii=False)
         except (ValueError, KeyError, RecursionError):
             self._give_up(found)
             return True
@@ -195,7 +196,6 @@ class ToolParser:
             self._give_up(found)
             return True
         found.append(Piece(index=self.calls, name=name))
-        said = json.dumps(arguments, ensure_ascii=False)
         found.append(Piece(index=self.calls, arguments=said))
         self._held = self._held[len(text) :]
         self._ended()

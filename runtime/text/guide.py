@@ -414,32 +414,38 @@ def tagged(
     named = cast("dict[str, dict[str, object]]", schema.get("properties", {}))
     if missing := {*required} - {*named}:
         raise ValueError(f"required names {min(missing)}, which properties does not")
-    key, value, after = tags
+    key, *rest = tags
     parts: list[str] = []
     for name, own in named.items():
         if not isinstance(own, dict):
             raise ValueError(f"properties.{name} is no schema of an argument")
-        body = tagged_value({"$defs": schema.get("$defs", {}), **own}, after, said)
-        part = f"{said(key + name + value)} {body}"
+        body = tagged_value({"$defs": schema.get("$defs", {}), **own}, name, rest, said)
+        part = f"{said(key)} {body}"
         parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
 
 def tagged_value(
-    schema: dict[str, object], after: str, said: Callable[[str], str]
+    schema: dict[str, object],
+    name: str,
+    tags: Sequence[str],
+    said: Callable[[str], str],
 ) -> str:
-    """An argument between tags, a string as it stands or JSON, and ``after``."""
+    """An argument from its name to its end: a string as it stands, or JSON, between
+    ``tags``."""
+    keyed, other, after = tags
     kinds = kinds_of(schema)
     if "string" not in kinds:
-        return f"%json {json.dumps(schema)} {said(after)}"
+        return f"{said(name + other)} %json {json.dumps(schema)} {said(after)}"
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             own = cast("list[dict[str, object]]", branches)
             defined = {"$defs": schema["$defs"]}
-            each = (tagged_value({**defined, **one}, after, said) for one in own)
+            each = (tagged_value({**defined, **one}, name, tags, said) for one in own)
             return f"({' | '.join(each)})"
-    text = raw_string(schema, after, said)
-    return f'({text} | "null" {said(after)})' if "null" in kinds else text
+    text = f"{said(name + keyed)} {raw_string(schema, after, said)}"
+    null = f'{said(name + other)} "null" {said(after)}'
+    return f"({text} | {null})" if "null" in kinds else text
 
 
 def raw_string(

@@ -47,7 +47,7 @@ class Calls:
     which NAME stands for its name, and ``tail``. ``between`` stands from one call to the
     next, and ``end`` after the last. ``special``: tokens (name -> id) that these texts
     may have. ``tags``: where arguments are no JSON object, what stands before each's
-    name, between that and its value, and behind it.
+    name, between that and a string, between that and any other value, and behind it.
     """
 
     begin: str
@@ -57,7 +57,7 @@ class Calls:
     end: str
     most: int
     special: dict[str, int] = field(default_factory=dict)
-    tags: tuple[str, str, str] | None = None
+    tags: tuple[str, str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,10 @@ def written(own: Calling, made: list[tuple[str, Json]]) -> str:
     assert isinstance(own, TaggedConvention)
     said: list[str] = []
     for name, args in made:
+        other = own.other or own.keyed
         parts = [
-            f"{own.key}{key}{own.keyed}{own.value}{value}{own.after}"
+            f"{own.key}{key}{own.keyed if isinstance(value, str) else other}"
+            f"{own.value}{value}{own.after}"
             for key, value in args.items()
         ]
         head = f"{own.begin}{own.opens}{name}{own.closes}"
@@ -158,13 +160,20 @@ def test_earlier_calls_have_the_form_that_a_template_takes(way: str) -> None:
             raise KvlatheError("refused", str(error), "none") from error
 
     form = form_of(render)
-    assert form == FORMS[way]
+    assert form is not None and form == FORMS[way]
     calls = [{"function": {"name": "f", "arguments": '{"a":"b"}'}}]
     turn = {"role": "assistant", "content": "Look.", "tool_calls": calls}
     text = render(form.turns([Message.model_validate(turn)]))
     assert "Look." in text and "[f " in text
     if form.as_text:
         assert '{"a":"b"}' in text
+
+
+def test_a_template_that_refuses_all_trials_shows_no_form() -> None:
+    def refuses(turns: list[Json]) -> str:
+        raise KvlatheError("refused", "it takes too long", "none")
+
+    assert form_of(refuses) is None
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,10 @@ def written(convention: TaggedConvention, name: str, own: Json) -> str:
     """As a model of the convention writes a call."""
     parts = [f"{convention.begin}{convention.opens}{name}{convention.closes}"]
     for key, value in own.items():
+        plain = isinstance(value, str) or not convention.other
         said = value if isinstance(value, str) else json.dumps(value)
-        head = f"{convention.key}{key}{convention.keyed}{convention.value}"
+        keyed = convention.keyed if plain else convention.other
+        head = f"{convention.key}{key}{keyed}{convention.value}"
         parts.append(f"{head}{said}{convention.after}")
     return "".join([*parts, convention.tail, convention.end])
 
