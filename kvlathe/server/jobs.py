@@ -14,7 +14,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.call_form import CallForm, form_of
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
-from kvlathe.server.conventions import Calling
+from kvlathe.server.conventions import HERMES, Calling
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.fields import Json
 from kvlathe.server.harmony import name_thoughts, shown_by
@@ -33,6 +33,7 @@ from kvlathe.server.schema import (
     PrefixRequest,
     TokenizeRequest,
 )
+from kvlathe.server.told_tools import in_words, takes_tools, told
 
 DEVELOPER = "developer"
 """The role that the OpenAI API gives to what it called system before."""
@@ -138,7 +139,10 @@ class Jobs:
             values = template_values(request, known, manner.thinks)
         goes_on = request.continue_final_message is True
         asks = request.add_generation_prompt is not False
-        text = self._framed(request.messages, asks, tools, goes_on, values)
+        if takes_tools(template):
+            text = self._framed(request.messages, asks, tools, goes_on, values)
+        else:
+            text = self._in_words(request.messages, asks, tools, goes_on, values)
         if goes_on and manner.harmony:
             raise ApiError(
                 400,
@@ -169,10 +173,17 @@ class Jobs:
         if not request.tools or request.tool_choice == "none":
             return None
         template = self.llm.tokenizer.template_for(request.tools) or ""
+        if not takes_tools(template):
+            return HERMES
         found = calling_of(template)
         if found is None:
-            said = "tools: this model's chat template takes none, or in a way that is not known"
-            raise ApiError(422, said, "tools", "tools")
+            raise ApiError(
+                422,
+                "tools: this model's chat template has calls written in a way that is not "
+                "known; start the server with another --chat-template",
+                "tools",
+                "tools",
+            )
         return found
 
     def _must_call(
@@ -267,6 +278,27 @@ class Jobs:
             if known is not None:  # else it may have been refused for want of time
                 self._call_forms[template] = known
         return known or CallForm()
+
+    def _in_words(
+        self,
+        messages: list[Message],
+        asks: bool,
+        tools: list[Json] | None,
+        goes_on: bool,
+        values: Mapping[str, object],
+    ) -> str:
+        """As ``_framed``, by a template that takes no tools. Some take no system message
+        either: the user's then tells of them."""
+        if not tools:
+            template = self.llm.tokenizer.template_for(None) or ""
+            turns = messages if "tool_calls" in template else in_words(messages)
+            return self._framed(turns, asks, None, goes_on, values)
+        try:
+            turns = told(messages, tools, "system")
+            return self._framed(turns, asks, None, goes_on, values)
+        except ApiError:
+            turns = told(messages, tools, "user")
+            return self._framed(turns, asks, None, goes_on, values)
 
     def _echo(self, given: str | list[int], ids: list[int]) -> Echo:
         tokenizer = self.llm.tokenizer

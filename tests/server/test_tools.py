@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from kvlathe.runtime.text.structure import literal
+from tests.support import tool_cases
 from tests.support.runtime_cases import llm
 from tests.support.serving_cases import (
     MODEL_NAME,
@@ -296,10 +297,12 @@ def test_wrong_tools_are_refused_in_words(
     assert reply.status_code == 400 and field in error["message"]
 
 
-def test_a_model_whose_template_takes_no_tools_says_so(served: Served) -> None:
-    reply = post(served, PATH, messages=USER, tools=TOOLS)
+def test_a_template_whose_calls_are_not_known_says_so() -> None:
+    template = tool_cases.template("Write [call].", "[{{ call.function.name }}]")
+    with serving(with_template(llm("torch", "split"), template)) as served:
+        reply = post(served, PATH, messages=USER, tools=TOOLS)
     assert reply.status_code == 422
-    assert "template" in reply.json()["error"]["message"]
+    assert "--chat-template" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
