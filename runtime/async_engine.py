@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain
 
 from kvlathe.base.closing import ClosesAtExit
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import Busy, KvlatheError
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.compaction import CompactionResult
 from kvlathe.runtime.requests.deltas import deltas
@@ -35,15 +35,6 @@ MAX_COMPACTIONS = 5
 """Compactions at a time: one runs, and the others wait for it."""
 RETRY_SECONDS = 5
 """The wait before another try, where nobody knows a better one."""
-
-
-class Busy(KvlatheError):
-    """The queue is full, or the engine is closing. ``retry_after``: seconds until
-    another try is worth it."""
-
-    def __init__(self, fact: str, reason: str, retry_after: int) -> None:
-        super().__init__(fact, reason, f"try again in {retry_after} s")
-        self.retry_after = retry_after
 
 
 class Closing(Busy):

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Generator
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,6 +64,7 @@ from kvlathe.runtime.settings import (
     memory_share,
     refuse_shards,
 )
+from kvlathe.runtime.text.guide import Compiled
 from kvlathe.runtime.text.sampling_params import (
     SamplingFields,
     SamplingParams,
@@ -412,10 +414,12 @@ class LLM(ClosesAtExit):
         engine cannot serve."""
         return self._sequences.request(tokens, params)
 
-    def compile(self, structure: Structure) -> None:
-        """Make a structure ready, so that the first answer with it does not wait for
-        that. Raises KvlatheError where this engine cannot follow it."""
-        self._sequences.guides.guide(structure)
+    def ready(self, structure: Structure, client: str = "") -> Future[Compiled] | None:
+        """A structure, compiled, so that answers with it do not wait for that as long
+        as somebody holds it; None where there is nothing to compile. Clients take turns
+        at being compiled for. Raises KvlatheError where this engine cannot follow it,
+        at once or from the future."""
+        return self._sequences.guides.ready(structure, client)
 
     def _batch(self, prompts: Prompt | Items[Prompt], params: Params) -> list[Sequence]:
         batch = as_batch(prompts)

@@ -29,5 +29,14 @@ class EngineStopped(KvlatheError):
     """The engine's thread has ended: no request is answered any more."""
 
 
+class Busy(KvlatheError):
+    """There is no room just now. ``retry_after``: seconds until another try is worth
+    it."""
+
+    def __init__(self, fact: str, reason: str, retry_after: int) -> None:
+        super().__init__(fact, reason, f"try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
 class DeviceLost(EngineStopped):
     """The engine's device computes nothing any more. No request can be answered."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
-from kvlathe.base.errors import DeviceLost, EngineStopped, KvlatheError
+from kvlathe.base.errors import Busy, DeviceLost, EngineStopped, KvlatheError
 from kvlathe.dynamo.asked import Asked, Fields, part_of
 from kvlathe.dynamo.blocks import BlockEvents, Load, Publisher
 from kvlathe.dynamo.decoding import Decoding
@@ -18,7 +18,7 @@ from kvlathe.dynamo.following import Context, Following
 from kvlathe.dynamo.link import Link
 from kvlathe.dynamo.prefilling import Prefilling
 from kvlathe.dynamo.told import Chunk, Told, cut
-from kvlathe.runtime.async_engine import AsyncEngine, Busy, Closing
+from kvlathe.runtime.async_engine import AsyncEngine, Closing
 from kvlathe.runtime.requests.request import OnDelta, Request
 
 Mode = Literal["agg", "prefill", "decode"]

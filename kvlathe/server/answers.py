@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, AsyncEngine
 from kvlathe.runtime.requests.request import Delta
-from kvlathe.runtime.text.guide import StructureError
+from kvlathe.runtime.text.guide import Compiled, StructureError
 from kvlathe.server.choices import Json
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.jobs import Job, Jobs
@@ -33,9 +34,6 @@ ONCE = {"x-should-retry": "false"}
 time is over."""
 
 
-STRUCTURED = 32
-"""Requests with a structure that are made at once. Most of them wait for one that is
-compiled."""
 AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 
@@ -77,32 +75,48 @@ class Answerer(Jobs):
         super().__init__(engine, max_new_tokens)
         self.model = model
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
-        self._structures = ThreadPoolExecutor(STRUCTURED, "kvlathe-structured")
-        self._structured = 0
+        # Requests of each client that wait for their structures.
+        self._compiling: Counter[str] = Counter()
 
-    async def job(self, request: CompletionRequest | ChatRequest) -> Job:
+    async def job(
+        self, request: CompletionRequest | ChatRequest, client: str = ""
+    ) -> Job:
         """The request as the engine takes it, made in another thread: tokenizing takes
-        a while. Compiling a structure may take longer, so that requests that have one
-        take threads of their own. What is compiled already waits for nobody there."""
+        a while. Compiling a structure may take longer: clients take turns at that, and
+        one that is compiled already waits for nobody."""
         chats = isinstance(request, ChatRequest)
-        make = (
+        job = await asyncio.to_thread(
             partial(self.chat, request) if chats else partial(self.completion, request)
         )
-        if not request.structure_param:
-            return await asyncio.to_thread(make)
-        if self._structured >= max(1, self.engine.max_waiting):
+        if job.params.structure is None:
+            return job
+        try:
+            if ready := self.llm.ready(job.params.structure, client):
+                job.compiled = await self._waited(ready, client)
+        except KvlatheError as error:
+            raise refusal(error, request.structure_param) from error
+        return job
+
+    async def _waited(self, ready: Future[Compiled], client: str) -> Compiled:
+        """The result of ``ready``. Raises ApiError where too many requests of the
+        client wait."""
+        if ready.done():
+            return ready.result()
+        if self._compiling[client] >= max(1, self.engine.max_waiting):
+            ready.cancel()
             raise ApiError(
                 429,
                 "too many requests wait for their structures to be compiled",
                 code="queue_full",
                 headers=AGAIN,
             )
-        self._structured += 1
+        self._compiling[client] += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._structures, make)
+            return await asyncio.wrap_future(ready)
         finally:
-            self._structured -= 1
+            self._compiling[client] -= 1
+            if not self._compiling[client]:
+                del self._compiling[client]
 
     # -- prefixes ----------------------------------------------------------------------
     async def compact(self, request: PrefixRequest, tenant: str) -> Json:

@@ -104,7 +104,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue each prompt."""
         service.check(body.model)
-        job = await answerer.job(body)
+        job = await service.job(request, body)
         return await service.answer(request, job, body.stream)
 
     @app.post(
@@ -116,7 +116,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, framed by the checkpoint's own chat template."""
         service.check(body.model)
-        job = await answerer.job(body)
+        job = await service.job(request, body)
         return await service.answer(request, job, body.stream)
 
     @app.post(

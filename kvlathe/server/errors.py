@@ -13,9 +13,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.base.errors import Busy, EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
-from kvlathe.runtime.async_engine import RETRY_SECONDS, Busy, Closing
+from kvlathe.runtime.async_engine import RETRY_SECONDS, Closing
 from kvlathe.runtime.cache.arena import OutOfPages
 
 TYPES = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.text.guide import Compiled
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.call_form import CallForm, form_of
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
@@ -44,7 +45,7 @@ DEFAULT_TOKENS = 16
 @dataclass(slots=True)
 class Job:
     """A request as the engine takes it. ``param``: the field that its prompts came
-    in."""
+    in. ``compiled``: its structure, which is ready while somebody holds it."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -55,6 +56,7 @@ class Job:
     usage_chunk: bool = False
     usage_always: bool = False
     priority: int = 0
+    compiled: Compiled | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -205,7 +207,6 @@ class Jobs:
             )
         try:
             structure = calling.structure(called, several, self.llm.tokenizer)
-            self.llm.compile(structure)
         except KvlatheError as error:
             raise refusal(error, "tools") from error
         structure = manner.structure(structure, True)
@@ -367,14 +368,11 @@ class Jobs:
         return params
 
     def _check_structure(self, request: CompletionRequest | ChatRequest) -> None:
-        """Compile what the answer must look like, here and not where others wait."""
-        param = request.structure_param
+        """Read what the answer must look like."""
         try:
-            structure = request.structure()
-            if structure is not None:
-                self.llm.compile(structure)
+            request.structure()
         except KvlatheError as error:
-            raise refusal(error, param) from error
+            raise refusal(error, request.structure_param) from error
 
     def _job(
         self,

@@ -18,6 +18,7 @@ from kvlathe.server.errors import ApiError, ErrorResponse
 from kvlathe.server.jobs import Job
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.replies import ModelCard
+from kvlathe.server.schema import ChatRequest, CompletionRequest
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `param` names it."},
@@ -86,6 +87,11 @@ class Service:
             kv_bytes_removed=bytes_of.removed if bytes_of else 0.0,
         )
 
+    async def job(self, request: Request, body: CompletionRequest | ChatRequest) -> Job:
+        """The request as the engine takes it. Raises ApiError."""
+        job = self.answerer.job(body, client_of(request))
+        return await while_connected(request, job)
+
     async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
         """The whole answer, or a stream of events."""
         tenant = request.state.tenant
@@ -112,6 +118,13 @@ class Service:
         return StreamingResponse(
             rest(), media_type="text/event-stream", headers=UNBUFFERED
         )
+
+
+def client_of(request: Request) -> str:
+    """Clients take turns at what is computed before their prompts: by their key, or
+    where nobody needs one, by their address."""
+    address = request.client.host if request.client else ""
+    return request.state.tenant or address
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:

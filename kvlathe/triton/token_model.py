@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb  # pyright: ignore[reportMissingImports]
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.async_engine import MAX_WAITING, AsyncEngine, Busy
+from kvlathe.base.errors import Busy, KvlatheError
+from kvlathe.runtime.async_engine import MAX_WAITING, AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.request import Delta, Request
 from kvlathe.runtime.text.sampling_params import SamplingParams

@@ -12,16 +12,20 @@ import json
 import logging
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, TypedDict, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.runtime.text.compile_queue import CompileQueue, stopped
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
@@ -33,7 +37,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger("kvlathe")
-T = TypeVar("T")
 SPACE = r" |\n(  ){0,8}"
 """White space between two parts of JSON, at most once: a small model could go on with
 blanks for ever. Eight levels of two blanks, or four of four."""
@@ -133,6 +136,13 @@ class StructureGuide:
         return StructureError(fact, found, "make it simpler")
 
 
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A structure that is ready for answers. Whoever holds one finds it ready."""
+
+    matcher: LLMatcher
+
+
 class Guides:
     """Guides for the answers of one engine. ``vocabulary``: of the model, which may
     have more tokens than the tokenizer."""
@@ -140,27 +150,47 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the three below
+        # The client who asked first, and what it got; the one used last is last.
+        self._compiled: OrderedDict[Structure, tuple[str, Compiled]] = OrderedDict()
+        self._held: WeakValueDictionary[Structure, Compiled] = WeakValueDictionary()
         self._refused: OrderedDict[Structure, StructureError] = OrderedDict()
-        self._lock = threading.Lock()  # of the two above
-        self._compiling = {QUICK: threading.Lock(), SLOW: threading.Lock()}
         self._trials: dict[float, Trials] = {}
         self._closed = False
+        works = [partial(self._made, seconds=seconds) for seconds in (QUICK, SLOW)]
+        self._queue = CompileQueue[Compiled](works, STACK)
 
     def guide(self, structure: Structure) -> Guide:
-        """A guide at the beginning of an answer. The first one of a structure compiles
-        it, which may take some seconds; those that wait for it do so one by one.
-
-        Raises KvlatheError where llguidance is missing, the engine has no tokenizer,
-        or the structure cannot be compiled, and EngineStopped after ``close``.
-        """
+        """A guide at the beginning of an answer. The first one of a structure waits
+        until it is compiled (``ready``), and raises what that raises."""
         if structure.kind == "thoughts":
             return self._thoughtful(structure)
-        known = self._known(structure)
-        if known is None:
-            known = self._made(structure, QUICK) or self._made(structure, SLOW)
-        assert known is not None
-        return StructureGuide(known.deep_copy(), structure.said, self._vocabulary)
+        known = self._ready(structure, "").result()
+        return StructureGuide(
+            known.matcher.deep_copy(), structure.said, self._vocabulary
+        )
+
+    def ready(self, structure: Structure, client: str = "") -> Future[Compiled] | None:
+        """The structure, compiled: at once where it was before, else when it is the
+        ``client``'s turn, which may take some seconds. None where there is nothing to
+        compile.
+
+        Raises KvlatheError where the structure was refused before, Busy where the
+        client waits for too many, and EngineStopped after ``close``. The future raises
+        KvlatheError where llguidance is missing, the engine has no tokenizer, or the
+        structure cannot be compiled; cancelling it gives the turn up.
+        """
+        if structure.kind == "thoughts":
+            _, then = structure.thoughts
+            return self._ready(then, client) if then else None
+        return self._ready(structure, client)
+
+    def _ready(self, structure: Structure, client: str) -> Future[Compiled]:
+        if known := self._known(structure):
+            done: Future[Compiled] = Future()
+            done.set_result(known)
+            return done
+        return self._queue.put(structure, client)
 
     def least(self, least: int, ends: Sequence[int], then: Guide | None) -> Guide:
         """A guide that lets no token of ``ends`` end an answer before it has ``least``
@@ -181,36 +211,51 @@ class Guides:
     def close(self) -> None:
         """Whoever waits for a structure is refused at once."""
         self._closed = True
+        self._queue.close()
         for trials in list(self._trials.values()):
             trials.close()
 
-    def _known(self, structure: Structure) -> LLMatcher | None:
-        """The matcher of a structure that was compiled before. Raises the error of one
-        that was refused before."""
+    def _known(self, structure: Structure) -> Compiled | None:
+        """A structure that was compiled before. Raises the error of one that was
+        refused before."""
         with self._lock:
             if refused := self._refused.get(structure):
                 raise StructureError(refused.fact, refused.reason, refused.remedy)
             if structure in self._compiled:
                 self._compiled.move_to_end(structure)
-            return self._compiled.get(structure)
+            return self._held.get(structure)
 
-    def _made(self, structure: Structure, seconds: float) -> LLMatcher | None:
+    def _made(
+        self, structure: Structure, client: str, seconds: float
+    ) -> Compiled | None:
         """The structure, compiled and kept; None where that takes longer than QUICK and
         may take longer."""
-        with self._compiling[seconds]:
-            if known := self._known(structure):
-                return known
-            work = compiler(seconds).submit(self._compile, structure, seconds)
-            try:
-                made = work.result()
-            except StructureError as refused:
-                with self._lock:
-                    keep(self._refused, structure, refused, REFUSED)
-                raise
-        if made is not None:
+        if known := self._known(structure):  # another client was before this one
+            return known
+        try:
+            matcher = self._compile(structure, seconds)
+        except StructureError as refused:
             with self._lock:
-                keep(self._compiled, structure, made, COMPILED)
+                self._refused[structure] = refused
+                if len(self._refused) > REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        if matcher is None:
+            return None
+        made = Compiled(matcher)
+        with self._lock:
+            self._compiled[structure] = client, made
+            self._held[structure] = made
+            if len(self._compiled) > COMPILED:
+                self._forget_one()
         return made
+
+    def _forget_one(self) -> None:
+        """The one that was used longest ago, of the client that has most."""
+        counts = Counter(owner for owner, _ in self._compiled.values())
+        (greedy, _), *_ = counts.most_common(1)
+        owners = {kept: owner for kept, (owner, _) in self._compiled.items()}
+        self._compiled.pop(next(kept for kept in owners if owners[kept] == greedy))
 
     def _compile(self, structure: Structure, seconds: float) -> LLMatcher | None:
         trials = self._tries(seconds)
@@ -227,6 +272,8 @@ class Guides:
             return None
         if reason in (TOO_SLOW, TOO_LARGE):
             raise StructureError(fact, reason, "make it simpler")
+        if reason:
+            raise StructureError(fact, reason_of(reason), "correct it")
         made = LLMatcher(vocabulary, source, log_level=0, limits=limits())
         tried = StructureGuide(made, structure.said, self._vocabulary)
         if not made.is_error():
@@ -244,7 +291,7 @@ class Guides:
         """The process that compiles on trial. It starts while this one does the
         same."""
         if self._closed:
-            raise EngineStopped("the engine is closed", "no structure is compiled now")
+            raise stopped()
         if seconds not in self._trials:
             setup = {
                 "tokenizer": self._known_tokens,
@@ -388,15 +435,6 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     return "\n".join([*lines, f"call: {names}"])
 
 
-def keep(
-    kept: OrderedDict[Structure, T], structure: Structure, value: T, most: int
-) -> None:
-    """Keep ``most`` values at most: the one that was used longest ago goes."""
-    kept[structure] = value
-    if len(kept) > most:
-        kept.popitem(last=False)
-
-
 def quote(text: str) -> str:
     """A text in a grammar; nothing for an empty one."""
     return json.dumps(text) if text else ""
@@ -500,16 +538,3 @@ def reason_of(said: str) -> str:
     if named:
         first = f"{first.partition('(in regex)')[0]}{named[0]}"
     return EMPTY if "NoExtension" in first else first[:300]
-
-
-@functools.cache
-def compiler(seconds: float) -> ThreadPoolExecutor:
-    """A thread that compiles structures which take at most so many seconds."""
-    pool = ThreadPoolExecutor(1, "kvlathe-structures")
-    before = threading.stack_size(STACK)
-    try:
-        started: Future[None] = pool.submit(lambda: None)
-    finally:
-        threading.stack_size(before)
-    started.result()
-    return pool

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvlathe.base.errors import EngineStopped
+from kvlathe.runtime.text.compile_queue import stopped
 
 PROGRAM = Path(__file__).with_name("trial.py")
 QUICK, SLOW = 0.25, 2.0
@@ -102,4 +102,4 @@ class Trials:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineStopped("the engine is closed", "no structure is compiled now")
+            raise stopped()

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.async_engine import AsyncEngine, Busy
+from kvlathe.base.errors import Busy, KvlatheError
+from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.engine_thread import Pace

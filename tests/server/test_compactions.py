@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.async_engine import MAX_COMPACTIONS, AsyncEngine, Busy
+from kvlathe.base.errors import Busy, KvlatheError
+from kvlathe.runtime.async_engine import MAX_COMPACTIONS, AsyncEngine
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import StepPlan

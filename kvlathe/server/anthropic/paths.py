@@ -29,7 +29,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
         """Answer a conversation with content blocks."""
         service.check(body.model)
         try:
-            job = await answerer.job(body.chat())
+            job = await service.job(request, body.chat())
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         writer, stream = Writer(body.model), body.stream is True

@@ -52,7 +52,8 @@ class Responses:
     ) -> Response:
         tenant = request.state.tenant
         try:
-            job = await self.service.answerer.job(body.chat(validated(items)))
+            chat = body.chat(validated(items))
+            job = await self.service.job(request, chat)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         writer, stream = Writer(body), body.stream is True
