@@ -26,7 +26,7 @@ from kvlathe.export.model import stacked
 from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
-from kvlathe.export.model.packed import PackedMap, Packing, read_packing
+from kvlathe.export.model.packed import PackedMap, Packing, read_packing, resolved
 from kvlathe.export.model.quantize import Grid
 from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
@@ -52,9 +52,10 @@ class Checkpoint:
     """A checkpoint folder: ``spec`` describes its decoder, ``weight`` and ``tensor``
     read it, a tensor a call, onto ``device``.
 
-    Opening it reads headers only, and raises KvlatheError unless every tensor that the
-    decoder needs is there in the right shape and no other tensor is (an unknown weight
-    means that the model computes something else than we would). It also raises for
+    Opening it reads headers, and of codes their zeros and their order. It raises
+    KvlatheError unless every tensor that the decoder needs is there in the right shape
+    and no other tensor is (an unknown weight means that the model computes something
+    else than we would). It also raises for
     tokenizer files that no engine could load, and for a chat template that cannot run.
     Maps are read with the LoRA ``adapters`` merged in.
     """
@@ -79,6 +80,8 @@ class Checkpoint:
         self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()
+        if self.packing is not None:
+            self.packing = resolved(self.packing, self._packed_maps())
         self._refuse_codes(adapters)
         self._merged = Merged(adapters, maps_of(self.spec, self.aliases), self.path)
         tokenizer_files.check(self.path, self.spec.vocab_size)
@@ -182,6 +185,11 @@ class Checkpoint:
                 if codes is not None and codes.order is not None:
                     return base
         return ""
+
+    def _packed_maps(self) -> list[PackedMap]:
+        """The folder's maps that are stored as codes."""
+        found = map(self._packed, stored_shapes(self.spec))
+        return [codes for codes in found if codes is not None]
 
     def _packed(self, name: str) -> PackedMap | None:
         """The folder's map ``name``, where it is stored as codes."""
@@ -315,6 +323,12 @@ class Checkpoint:
             codes = self._packed(name)
             if codes is not None:
                 known |= self._check_codes(codes, shape)
+                if stored in self._where:
+                    raise KvlatheError(
+                        f"the checkpoint holds {stored} as codes and as numbers",
+                        "nothing says which of them is meant",
+                        "remove one, or download the checkpoint again",
+                    )
                 continue
             if stored not in self._where:
                 raise self._lacks(name)
@@ -336,14 +350,18 @@ class Checkpoint:
     def _check_codes(self, codes: PackedMap, shape: tuple[int, ...]) -> set[str]:
         """The names of its parts."""
         inputs, outputs = shape if self.spec.family.in_out else shape[::-1]
-        names = codes.checked(inputs, outputs, self._shape)
+        names = codes.checked(inputs, outputs, self._header)
         bias = f"{codes.name}.bias"
         if bias in self._where and not bool(self._stored(bias).any()):
             names.add(bias)  # older ones give every map a bias of zeros
         return names
 
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        return self.shape(name) if name in self._where else None
+    def _header(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        """The shape and dtype of a tensor of the folder, if it is there."""
+        if name not in self._where:
+            return None
+        header = self._where[name].get_slice(name)
+        return tuple(header.get_shape()), header.get_dtype()
 
     def _is_beside(self, name: str) -> bool:
         """Whether a tensor is of a part of the model that is not run."""
