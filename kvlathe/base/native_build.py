@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kvlathe.base import library_digest
 from kvlathe.base.errors import KvlatheError
 
 log = logging.getLogger("kvlathe")
@@ -68,7 +69,7 @@ def _build_beside(package: Path, cuda: bool, architectures: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder), cuda, architectures)
         for built in library.parent.glob("libkvlathe*.so"):
-            shutil.copy2(built, package / built.name)
+            library_digest.put(built, package)
 
 
 def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> Path:
@@ -86,6 +87,7 @@ def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> P
             "install it; without them ONNX functions run",
         )
     folder.mkdir(parents=True, exist_ok=True)
+    library_digest.remove_damaged(folder)
     _run(_configuring(folder, cuda, architectures))
     if cuda and _lacks_nvcc(folder):
         raise KvlatheError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.library_digest import check_digest
 from kvlathe.base.package import FOLDER
 
 
@@ -52,8 +53,16 @@ def find_plugin() -> Path | None:
     """The plugin: the file that KVLATHE_TRT_PLUGIN names, beside the package, or in a
     checkout's build/native. None where it is not built.
 
-    Raises KvlatheError where the variable names a file that is not there.
+    Raises KvlatheError where the variable names a file that is not there, and for one
+    that is damaged.
     """
+    found = _plugin()
+    if found is not None:
+        check_digest(found)
+    return found
+
+
+def _plugin() -> Path | None:
     chosen = os.environ.get(VARIABLE)
     if chosen == "0":
         return None

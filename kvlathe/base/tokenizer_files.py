@@ -16,6 +16,7 @@ import tokenizers
 from kvlathe.base.added_tokens import ADDED_FILES, declared
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.json_files import REPLACE, read_object
+from kvlathe.base.panics import PANIC, refuse_fault
 
 GENERATION = "generation_config.json"
 CONFIG = "config.json"
@@ -38,16 +39,33 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
             "no other form of a tokenizer is read",
             "load it with transformers' AutoTokenizer and save_pretrained it into that folder",
         )
+    fact = f"{path} cannot be read"
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise KvlatheError(f"{path} cannot be read", str(error), REPLACE) from error
-    backend.no_truncation()
-    backend.no_padding()
-    declared(folder).add_to(backend)
+        backend.no_truncation()
+        backend.no_padding()
+        declared(folder).add_to(backend)
+    except UnicodeError as error:
+        raise KvlatheError(fact, str(error), REPLACE) from error
+    except BaseException as error:
+        refuse_fault(error, fact, REPLACE)
+        raise
     settings = read_object(folder / "tokenizer_config.json")
     backend.encode_special_tokens = settings.get("split_special_tokens") is True
+    _try(backend, f"{path} cannot be used")
     return backend
+
+
+def _try(backend: tokenizers.Tokenizer, fact: str) -> None:
+    """Raises KvlatheError where a few characters make it panic. Some cannot write
+    these, which is no fault."""
+    try:
+        backend.decode(backend.encode("a b").ids)
+    except BaseException as error:
+        if type(error).__name__ == PANIC:
+            refuse_fault(error, fact, REPLACE)
+        if not isinstance(error, Exception):
+            raise
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

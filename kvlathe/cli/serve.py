@@ -36,8 +36,15 @@ from kvlathe.cli.common import (
 KEY_VARIABLE = "KVLATHE_API_KEY"
 
 
-def check_keys(keys: tuple[str, ...]) -> None:
-    """Raises KvlatheError for a blank key, which would let anybody in."""
+def check_keys(keys: tuple[str, ...], operations: bool = False) -> None:
+    """Raises KvlatheError for a blank key, which would let anybody in, and where
+    ``operations`` are to have one and there is none."""
+    if operations and not keys:
+        raise KvlatheError(
+            "--key-for-operations asks for a key",
+            "the server has none",
+            "give --api-key, too",
+        )
     variable = os.environ.get(KEY_VARIABLE)
     blank_variable = variable is not None and not variable.strip()
     if not all(key.strip() for key in keys):
@@ -80,6 +87,18 @@ def check_keys(keys: tuple[str, ...]) -> None:
     envvar=KEY_VARIABLE,
     help="Clients must send one of these; may be given again, each is a tenant. Better set "
     "KVLATHE_API_KEY (separated by blanks): other users can read a command line.",
+)
+@click.option(
+    "--key-for-operations",
+    is_flag=True,
+    help="Ask for a key at /metrics and /docs, too.",
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="One more name by which clients may call a server without keys; may be given "
+    "again. Without any, one that listens on localhost answers to its own names alone.",
 )
 @click.option(
     "--cors-origin",
@@ -182,7 +201,7 @@ def serve_command(
     exits with 0.
     """
     console.setup(log_level)
-    check_keys(settings["keys"])
+    check_keys(settings["keys"], settings["key_for_operations"])
     check_speculative()
     try:
         from kvlathe.server.run import Settings, listen, serve

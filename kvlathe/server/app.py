@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -16,7 +17,7 @@ from kvlathe.server.answers import Answerer
 from kvlathe.server.anthropic.paths import add_messages
 from kvlathe.server.cache_view import CacheView, cache_view
 from kvlathe.server.errors import handle
-from kvlathe.server.gate import BODY_SECONDS, Gate, Methods
+from kvlathe.server.gate import BODY_SECONDS, KEYED, Gate, Methods
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.pages import POLICY, chat_page, docs_page
 from kvlathe.server.plan_view import PlanView, plan_view
@@ -53,9 +54,12 @@ def create_app(
     max_new_tokens: int | None = None,
     origins: Sequence[str] = (),
     body_seconds: float = BODY_SECONDS,
+    hosts: Sequence[str] = (),
+    keyed: Sequence[str] = KEYED,
 ) -> FastAPI:
     """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty:
-    none is asked for. ``origins``: web pages of these may call it (CORS), * is any."""
+    none is asked for. ``origins``: web pages of these may call it (CORS), * is any.
+    ``hosts`` and ``keyed``: as the gate has them."""
     app = FastAPI(
         title="kvlathe",
         version=__version__,
@@ -69,6 +73,8 @@ def create_app(
         max_body=max_body,
         failed=metrics.failed,
         body_seconds=body_seconds,
+        hosts=hosts,
+        keyed=keyed,
     )
     app.add_middleware(Methods, routes=app.routes)
     if origins:
@@ -227,9 +233,11 @@ def add_operations(app: FastAPI, service: Service) -> None:
             known.append(plan_view(engine.llm, service.answerer.model))
         return known[0]
 
+    written = functools.cache(lambda: docs_page(app.openapi()))
+
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> str:
-        return docs_page(app.openapi())
+        return written()
 
     @app.get("/metrics", response_class=Response, tags=["operations"])
     async def prometheus() -> Response:

@@ -27,12 +27,18 @@ BODY_SECONDS = 60.0
 
 KEYED = ("/v1/", "/tokenize", "/detokenize")
 """Beginnings of the paths that need a key, where the server has any."""
+OPERATIONS = ("/metrics", "/docs", "/openapi.json")
+"""Those that may need one as well: whoever runs the server reads them."""
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Lets requests to KEYED paths through that carry one of ``keys`` (none: all), and
-    bodies of at most ``max_body`` bytes that come within ``body_seconds``.
+    """Lets requests to ``keyed`` paths through that carry one of ``keys`` (none: all),
+    and bodies of at most ``max_body`` bytes that come within ``body_seconds``.
+
+    ``hosts``: names by which the server may be asked (none: any). A web page elsewhere
+    could have its own name point to this machine, and would then be of one origin with
+    the server: the browser tells of it in the header Host.
 
     The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached prefixes
     only with their own. ``failed`` is told the status of every answer that is an error.
@@ -45,8 +51,12 @@ class Gate:
         max_body: int,
         failed: Callable[[int], None],
         body_seconds: float = BODY_SECONDS,
+        hosts: Sequence[str] = (),
+        keyed: Sequence[str] = KEYED,
     ) -> None:
         self.app = app
+        self.hosts = frozenset(host.lower() for host in hosts)
+        self.keyed = tuple(keyed)
         self.keys = [key.encode() for key in keys]
         self.max_body, self.body_seconds = max_body, body_seconds
         self.failed = failed
@@ -58,7 +68,8 @@ class Gate:
         headers, begun = dict(scope["headers"]), list[int]()
         send = self._watched(send, scope, headers.get(b"x-request-id", b""), begun)
         try:
-            if scope["path"].startswith(KEYED):
+            self._check_host(headers.get(b"host", b""))
+            if scope["path"].startswith(self.keyed):
                 scope.setdefault("state", {})["tenant"] = self._tenant(key_of(headers))
             self._check(headers.get(b"content-length", b"0"))
         except ApiError as refused:
@@ -120,6 +131,16 @@ class Gate:
             401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
         )
 
+    def _check_host(self, header: bytes) -> None:
+        host = host_of(header)
+        if self.hosts and host and host not in self.hosts:
+            raise ApiError(
+                421,
+                f"this server does not answer as {host:.80}: give --allowed-host to add "
+                "that name, or --api-key",
+                code="unknown_host",
+            )
+
     def _check(self, length: bytes) -> None:
         if length.isdigit() and int(length) > self.max_body:
             raise self._too_large()
@@ -166,6 +187,14 @@ def key_of(headers: Mapping[bytes, bytes]) -> bytes:
     none."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+def host_of(header: bytes) -> str:
+    """The name in a header Host, without port and brackets; empty for none."""
+    name = header.decode("latin-1").strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
 
 
 class Methods:

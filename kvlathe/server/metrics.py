@@ -7,7 +7,9 @@ observed as they happen.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -69,6 +71,9 @@ TOKENS = (
 
 
 LABELS = ["model_name"]
+RENDERINGS = 20
+"""Texts that are written in a second at most: one takes some milliseconds, in which no
+stream goes on."""
 RUNNING = "kvlathe_num_requests_running"
 WAITING = "kvlathe_num_requests_waiting"
 USAGE = "kvlathe_kv_cache_usage_perc"
@@ -80,6 +85,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.model = model
         self.registry = CollectorRegistry()
+        self._text, self._rendered = b"", deque[float]()
         ProcessCollector(registry=self.registry)  # memory, processor time, open files
         said = "From submission to the first token."
         self._first = self._histogram("time_to_first_token_seconds", said, SLOW)
@@ -115,8 +121,15 @@ class Metrics:
         self.registry.register(State(engine, self.model))
 
     def text(self) -> bytes:
-        """The metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+        """The metrics in Prometheus's text format. Where they are asked for more than
+        RENDERINGS times within a second, the last text is given again."""
+        now = time.monotonic()
+        while self._rendered and self._rendered[0] <= now - 1:
+            self._rendered.popleft()
+        if not self._text or len(self._rendered) < RENDERINGS:
+            self._text = generate_latest(self.registry)
+            self._rendered.append(now)
+        return self._text
 
     def failed(self, status: int) -> None:
         """A request was answered with this HTTP status, an error."""

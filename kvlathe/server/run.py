@@ -29,7 +29,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection, out_of_files, raise_file_limit
-from kvlathe.server.gate import BODY_SECONDS
+from kvlathe.server.gate import BODY_SECONDS, KEYED, OPERATIONS
 from kvlathe.server.metrics import Metrics
 
 log = logging.getLogger("kvlathe")
@@ -56,6 +56,8 @@ class Settings:
     chat_template: Path | None = None  # in place of the checkpoint's
     device: str | None = None  # cpu, cuda or auto; None: KVLATHE_DEVICE
     origins: tuple[str, ...] = ()  # whose web pages may call it
+    allowed_hosts: tuple[str, ...] = ()  # more names that it may be called by
+    key_for_operations: bool = False  # /metrics and /docs need a key, too
     body_seconds: float = BODY_SECONDS
     max_batch_size: int | None = None  # None: the engine's
     max_seq_len: int | None = None  # the same
@@ -68,6 +70,19 @@ class Settings:
     disk_cache_bytes: int = DISK_CACHE_BYTES
     speculative: str | None = None  # ngram, or the folder of a draft engine
     num_speculative_tokens: int = MOST_DRAFTS
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names by which it may be asked; none: any. Without keys, whoever can make
+        a browser of this machine ask could use it."""
+        if self.keys or not (self.host in LOCAL or self.allowed_hosts):
+            return ()
+        return (*LOCAL, self.host, *self.allowed_hosts)
+
+    @property
+    def keyed(self) -> tuple[str, ...]:
+        """Beginnings of the paths that need a key."""
+        return (*KEYED, *OPERATIONS) if self.key_for_operations else KEYED
 
     @property
     def stores(self) -> StoreSizes | None:
@@ -214,6 +229,8 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
         settings.max_new_tokens,
         settings.origins,
         settings.body_seconds,
+        settings.hosts,
+        settings.keyed,
     )
     # What is here now stays. A pass of the collector over all of it would hold every
     # answer up for a tenth of a second.

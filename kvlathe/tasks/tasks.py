@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.panics import refuse_fault
 from kvlathe.tasks import metrics
 
 WINDOWS = 8
@@ -55,7 +56,12 @@ class FolderEncoder:
         return tokenizer_files.separator(self._eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            made = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            refuse_fault(error, "a text cannot be encoded", "replace tokenizer.json")
+            raise
+        return made.ids
 
 
 # -- text ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.library_digest import check_digest
 from kvlathe.base.package import FOLDER
 
 ABI_VERSION = 14
@@ -41,8 +42,10 @@ class Native:
 
     @classmethod
     def load(cls, path: Path) -> Native:
-        """Raises KvlatheError for a file that is no such library or has another ABI."""
+        """Raises KvlatheError for a file that is no such library, is damaged, or has
+        another ABI."""
         try:
+            check_digest(path)
             lib = ctypes.CDLL(str(path))
             lib.kvlathe_abi_version.restype = c_uint32
             lib.kvlathe_cpu_isa.argtypes, lib.kvlathe_cpu_isa.restype = (

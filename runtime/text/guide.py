@@ -25,6 +25,7 @@ import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.panics import PANIC
 from kvlathe.runtime.text.compile_queue import CompileQueue, stopped
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
@@ -337,7 +338,9 @@ class Guides:
             return LLTokenizer(
                 self._known_tokens, n_vocab=self._vocabulary, eos_token=self._ends
             )
-        except Exception as error:  # it raises what it likes
+        except BaseException as error:  # it raises what it likes, and panics
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
             raise StructureError(
                 "this engine's answers cannot be structured",
                 f"its tokenizer is of a kind that is not known: {error}",

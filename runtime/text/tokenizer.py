@@ -10,6 +10,7 @@ the ids that end a text. How a template runs: base/chat_template.py.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -27,11 +28,13 @@ from kvlathe.base.chat_template import (
     variables_of,
 )
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.panics import refuse_fault
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """The character that a decoder writes for bytes that are no character (yet)."""
 
 
+OTHER_TEXT = "try another text, or replace tokenizer.json"
 LONGEST = 8
 """Tokens that are held back at most while they may be the beginning of a character."""
 CHARACTER = 4
@@ -108,12 +111,21 @@ class Tokenizer:
                 "it has half of a character (a lone surrogate)",
                 "leave it out",
             ) from error
+        except BaseException as error:
+            refuse_fault(error, "a text cannot be encoded", OTHER_TEXT)
+            raise
         return batch[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._backend is None:
             return ""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(
+                list(ids), skip_special_tokens=skip_special_tokens
+            )
+        except BaseException as error:
+            refuse_fault(error, "tokens cannot be decoded", OTHER_TEXT)
+            raise
 
     def inside(self, ids: Sequence[int]) -> int:
         """Bytes of the character that the tokens, none of them special, end inside of;
@@ -445,7 +457,9 @@ class TextStream:
         """End the stream: the text that was held back, broken characters included."""
         if self.stopped:
             return ""
-        piece = self._accept(self._new_text())
+        piece = ""
+        with contextlib.suppress(KvlatheError):  # the last token's was raised
+            piece = self._accept(self._new_text())
         self.text += self._held
         return piece + self._held
 

@@ -20,7 +20,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.app import MAX_BODY, create_app
-from kvlathe.server.gate import BODY_SECONDS
+from kvlathe.server.gate import BODY_SECONDS, KEYED
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.run import Server, http_config, listen
 from tests.support.runtime_cases import llm as engine_of
@@ -63,6 +63,8 @@ def serving(
     origins: Sequence[str] = (),
     body_seconds: float = BODY_SECONDS,
     name: str = MODEL_NAME,
+    hosts: Sequence[str] = (),
+    keyed: Sequence[str] = KEYED,
 ) -> Generator[Served]:
     """Serve until the block ends."""
     metrics = Metrics(name)
@@ -77,6 +79,8 @@ def serving(
         max_new_tokens,
         origins,
         body_seconds,
+        hosts,
+        keyed,
     )
     server = Server(http_config(app, close_seconds=2), engine, 0)
     bound = listen("127.0.0.1", 0)
