@@ -4,6 +4,7 @@ and nothing is left behind."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.admission import Costs
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampler import Sampler
@@ -177,23 +179,30 @@ def test_requests_wait_for_room_and_answers_do_not_change() -> None:
     assert max(running) < 4 and tight.pool.bytes_in_use == 0
 
 
+SENT_AWAY = ["split", "sealed", "coded", "threes", "windowed", "sealed windows"]
+
+
 @pytest.mark.parametrize(
-    "kind", rest_nightly(["split", "sealed", *RANKED], "sealed budget")
+    "kind", rest_nightly([*SENT_AWAY, *RANKED], "sealed windows", "sealed budget")
 )
-def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> None:
+def test_a_sequence_that_was_sent_away_goes_on_as_if_nothing_had_happened(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed again and moved to the host by turns, where the plan allows both."""
     prompts = [list(text(400 if kind in RANKED else 100)), list(text(70, 200))]
     params = SamplingParams(
         max_new_tokens=70 if kind in RANKED else 30, ignore_eos=True
     )
     engine = llm("torch", kind)
     expected = engine.generate(prompts, params)
-    step, calls = engine.engine.step, []
+    scheduler, step = engine.engine.scheduler, engine.engine.step
+    calls, again, turns = list[None](), set[bool](), itertools.cycle([True, False])
+    monkeypatch.setattr(Costs, "recompute_is_cheaper", lambda *_: next(turns))
 
     def preempting() -> list:
         calls.append(None)
-        scheduler = engine.engine.scheduler
         if len(calls) % 7 == 0 and scheduler.running:
-            scheduler.preempt()
+            again.add(not scheduler.preempt().cached)
         return step()
 
     engine.engine.step = preempting
@@ -201,6 +210,7 @@ def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> Non
         a.token_ids for a in expected
     ]
     assert engine.pool.bytes_in_use == 0
+    assert again == ({True, False} if engine.plan.index.recomputable else {False})
 
 
 def test_forks_share_pages_and_then_part() -> None:
