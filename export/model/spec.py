@@ -28,6 +28,15 @@ Settings = dict[str, Any]
 """The fields of config.json."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models with a head that writes text."""
+MOST = {
+    "num_hidden_layers": 1 << 12,
+    "hidden_size": 1 << 20,
+    "num_attention_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 28,
+    "max_position_embeddings": 1 << 40,
+}
+"""Sizes -> far more than any model has."""
 FOREIGN_SETTINGS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -139,6 +148,16 @@ def read_spec(
     """
     raw = read_config(Path(checkpoint_dir))
     config = _parse(raw)
+    _check_magnitudes(config)
+    try:
+        return _spec(raw, config, max_seq_len)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as at:
+        raise _invalid(at) from at  # a setting of another type, or out of all bounds
+
+
+def _spec(
+    raw: Settings, config: PreTrainedConfig, max_seq_len: int | None
+) -> DecoderSpec:
     family = cast("FamilyReader", FAMILIES[config.model_type])(config)
     part = TEXT_PARTS.get(raw["model_type"])
     if part is not None:
@@ -208,6 +227,12 @@ def _refuse_foreign(raw: Settings) -> None:
         raise _unsupported(raw)
     read_packing(raw)  # raises for codes that are not read
     names = raw.get("architectures") or []
+    if not isinstance(names, list):
+        raise KvlatheError(
+            f"config.json says architectures {names!r:.60}",
+            "it is a list of names",
+            "correct config.json",
+        )
     if names and not any(str(name).endswith(HEADS) for name in names):
         raise KvlatheError(
             f"the checkpoint is a {names[0]}",
@@ -249,11 +274,7 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     except (
         Exception
     ) as error:  # its validators raise many kinds; each means that the file is at fault
-        raise KvlatheError(
-            "config.json is not valid",
-            " ".join(str(error).split()),
-            "correct config.json",
-        ) from error
+        raise _invalid(error) from error
     if kind not in TEXT_PARTS:
         return config
     text = config.get_text_config()
@@ -261,6 +282,26 @@ def _parse(raw: Settings) -> PreTrainedConfig:
         raise _unsupported(text.to_dict())
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+def _invalid(error: Exception) -> KvlatheError:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return KvlatheError("config.json is not valid", said, "correct config.json")
+
+
+def _check_magnitudes(config: PreTrainedConfig) -> None:
+    """Raises KvlatheError for sizes that are none, or that no model has: tables of so
+    many numbers would take all memory."""
+    for name, most in MOST.items():
+        size = getattr(config, name, None)
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
+            raise KvlatheError(
+                f"config.json says {name} {size!r:.60}",
+                f"it is a whole number from 1 to {most:,}",
+                "correct config.json",
+            )
 
 
 def _served(max_positions: int, asked: int | None) -> int:
