@@ -25,7 +25,7 @@ import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
-from kvlathe.base.panics import PANIC
+from kvlathe.base.panics import PANIC, refuse_fault
 from kvlathe.runtime.text.compile_queue import CompileQueue, stopped
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
@@ -240,6 +240,11 @@ class Guides:
                 self._refused[structure] = refused
                 if len(self._refused) > REFUSED:
                     self._refused.popitem(last=False)
+            raise
+        except BaseException as error:
+            refuse_fault(
+                error, f"the {structure.said} cannot be followed", "correct it"
+            )
             raise
         if matcher is None:
             return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -12,7 +14,15 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.support.serving_cases import MODEL_NAME, PROMPT, Served, post, raw_request
+from kvlathe.runtime.text.structure import Structure
+from tests.support.serving_cases import (
+    KEY,
+    MODEL_NAME,
+    PROMPT,
+    Served,
+    post,
+    raw_request,
+)
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -181,3 +191,42 @@ def test_a_client_that_leaves_a_structured_answer_frees_everything(
     for connection in connections:
         connection.close()
     assert served.idle()
+
+
+def test_one_clients_structures_hold_up_nobody_elses(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While six of one client wait, a structure seen before is answered at once, and a
+    new one of another client after one of theirs at most."""
+    guides = served.llm._sequences.guides
+    compiles, turns = guides._compile, threading.Semaphore(0)
+
+    def held(structure: Structure, seconds: float) -> object:
+        if "slow" in structure.text:
+            turns.acquire(timeout=60)
+        return compiles(structure, seconds)
+
+    def ask(pattern: str, key: str) -> int:
+        said = {
+            "prompt": "a",
+            "max_tokens": 4,
+            "structured_outputs": {"regex": pattern},
+        }
+        return post(served, "completions", key, **said).status_code
+
+    assert ask("known|so", "sk-other") == 200
+    monkeypatch.setattr(guides, "_compile", held)
+    with ThreadPoolExecutor(7) as pool:
+        flood = [pool.submit(ask, f"slow{i}", KEY) for i in range(6)]
+        while len(guides._queue._turns) < 6:
+            time.sleep(0.01)
+        assert ask("known|so", "sk-other") == 200
+        new = pool.submit(ask, "new|so", "sk-other")
+        while len(guides._queue._turns) < 7:
+            time.sleep(0.01)
+        assert not any(one.done() for one in flood)
+        turns.release()
+        assert new.result(60) == 200
+        assert sum(one.done() for one in flood) <= 1
+        turns.release(6)
+        assert [one.result(60) for one in flood] == [200] * 6
