@@ -88,10 +88,10 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
             for i in range(count):
                 page, place = divmod(int(case.lengths[b, bucket]) + i, plan.page_tokens)
                 start = int(call.tables[bucket][b, page]) * layout.page_stride[bucket]
-                for at, rank, column in (
-                    (offsets.k, lane.rank_k, k_at[h]),
-                    (offsets.v, lane.rank_v, v_at[h]),
-                ):
+                places = [(offsets.k, lane.rank_k, k_at[h])]
+                if not lane.values_in_keys:
+                    places.append((offsets.v, lane.rank_v, v_at[h]))
+                for at, rank, column in places:
                     data = np.ascontiguousarray(rows[row, column : column + rank]).view(
                         np.uint8
                     )

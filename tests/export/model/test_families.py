@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
@@ -22,7 +23,7 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
-from kvlathe.export.model.spec import read_spec
+from kvlathe.export.model.spec import DecoderSpec, read_spec
 from tests.support.checkpoints import FAMILIES, longrope, make_model, sizes, whole_plan
 
 TOLERANCE = 1e-4
@@ -77,6 +78,8 @@ def test_layer_runner_shows_what_the_reference_caches(
     x = embed(checkpoint, ids, positions)
     order = spec.rope.order if spec.rope else list(range(spec.head_dim))
     for i, cached in enumerate(expected.past_key_values.layers):
+        if spec.family.latent is not None:
+            cached = of_latent(spec, cached)
         torch.testing.assert_close(
             x, expected.hidden_states[i][0], atol=TOLERANCE, rtol=0
         )
@@ -91,6 +94,16 @@ def test_layer_runner_shows_what_the_reference_caches(
         values = cached.values[0, ::repeat].transpose(0, 1)
         torch.testing.assert_close(k[kept], keys, atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(v[kept], values, atol=TOLERANCE, rtol=0)
+
+
+def of_latent(spec: DecoderSpec, cached: DynamicLayer) -> SimpleNamespace:
+    """Keys and values of a cache that holds latents in place of keys, and keys that
+    turn in place of values. DeepSeek V2 keeps neighbours that turn side by side."""
+    latents, turned = cached.keys, cached.values
+    assert latents is not None and turned is not None
+    if spec.model_type == "deepseek_v2":
+        turned = turned[..., spec.ropes[0].order]
+    return SimpleNamespace(keys=torch.cat([latents, turned], -1), values=latents)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -217,7 +230,10 @@ REFUSED = {
         config_of("llama", architectures=["LlamaForSequenceClassification"]),
         "SequenceClassification",
     ),
-    "latent": (config_of("deepseek_v3", kv_lora_rank=8), "share one latent"),
+    "latent": (config_of("minimax", kv_lora_rank=8), "share one latent"),
+    "indexer": (config_of("deepseek_v32", index_topk=8), "an indexer chooses"),
+    "two attentions": (config_of("longcat_flash"), "two attentions"),
+    "choice of experts": (config_of("deepseek_v2", topk_method="best"), "'best'"),
     "state": (config_of("mamba"), "keep a state"),
     "sinks": (config_of("mimo_v2_flash"), "softmax has sinks"),
     "other codes": (
