@@ -681,6 +681,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 class prefix, config)."""
 
 
+OWN_HEADS = tuple(
+    name
+    for name, (_, settings) in FAMILIES.items()
+    if "kv_lora_rank" not in settings.get("text_config", settings)
+)
+"""Those whose heads have keys and values of their own."""
+
+
 def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:
     """Write checkpoint ``name`` of FAMILIES to ``folder``; return the reference model,
     float32."""
