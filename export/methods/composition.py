@@ -174,7 +174,9 @@ def compose(
             "it measures the model",
             "build an engine",
         )
-    verify(compression, options, settings.page_tokens)
+    outline = verify(compression, options, settings.page_tokens)
+    if shape.latent:
+        check_latent(compression, outline)
     decisions = [
         (one, _decided(one, stats, settings))
         for one in compression.methods
@@ -285,7 +287,6 @@ def _composed(
     if own:
         check_layer_windows(compression, joined)
     if shape.latent:
-        check_latent(compression, joined)
         joined = _one_form(compression, joined)
     if own or joined.tokens or not settings.windowed:
         joined = dataclasses.replace(joined, sink=0)

@@ -4,6 +4,7 @@ otherwise is refused."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -294,6 +296,24 @@ def test_settings_that_would_change_what_a_model_computes_are_refused(
     (tmp_path / "evil.py").write_text("raise SystemExit('the folder was executed')")
     with pytest.raises(KvlatheError, match=said):
         read_spec(tmp_path)
+
+
+def test_text_of_kimi_is_deepseeks(reference: Reference, tmp_path: Path) -> None:
+    """As published: under names of its own, beside parts that read images."""
+    folder, _ = reference("deepseek_v3")
+    text = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text})
+    )
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    named = {f"language_model.{name}": x for name, x in tensors.items()}
+    named |= {"vision_tower.w": torch.ones(2), "mm_projector.w": torch.ones(2)}
+    save_file(named, tmp_path / "model.safetensors")
+    ours, theirs = Checkpoint(tmp_path), Checkpoint(folder)
+    assert ours.weights == theirs.weights
+    for name in ours.weights:
+        assert torch.equal(ours.weight(name), theirs.weight(name)), name
 
 
 @pytest.mark.parametrize("length", [0, -1, 513])
