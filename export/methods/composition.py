@@ -75,8 +75,10 @@ def check_latent(compression: Compression, outline: Decision) -> None:
     """Raise KvlatheError where ``compression`` turns, cuts or scales heads, of a model
     whose heads share one latent: V is a part of K."""
     refused = ""
-    if compression.choosing_ranks or compression.measured or compression.measures_heads:
+    if compression.choosing_ranks or compression.measured:
         refused = "it chooses ranks and forms of K and of V apart"
+    elif compression.measures_heads:
+        refused = "it tells heads of a layer apart"
     elif compression.calibration is not None or outline.turn or outline.scales:
         refused = "it reads statistics of K and of V apart"
     elif outline.hadamard not in ("auto", "none"):

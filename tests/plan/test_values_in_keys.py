@@ -106,7 +106,7 @@ def test_values_that_cannot_lie_in_keys_are_refused(case: str) -> None:
         latent_plan(tier, lane)
 
 
-def test_it_is_in_all_lanes_of_a_model_that_has_it_so() -> None:
+def test_values_lie_in_keys_in_all_lanes_of_a_model_that_has_them_so() -> None:
     plan = latent_plan(HOT)
     first, second = plan.lanes
     mixed = (first, dataclasses.replace(second, values_in_keys=False))

@@ -21,11 +21,13 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.families import SUPPORTED
 from kvlathe.export.families.gpt_oss import gpt_oss
-from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.export.model.spec import DecoderSpec, read_spec
+from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 from tests.support.checkpoints import FAMILIES, longrope, make_model, sizes, whole_plan
 
 TOLERANCE = 1e-4
@@ -296,6 +298,16 @@ def test_settings_that_would_change_what_a_model_computes_are_refused(
     (tmp_path / "evil.py").write_text("raise SystemExit('the folder was executed')")
     with pytest.raises(KvlatheError, match=said):
         read_spec(tmp_path)
+
+
+def test_coded_maps_of_a_latent_are_those_of_the_decoder(
+    reference: Reference,
+) -> None:
+    checkpoint, form = Checkpoint(reference("youtu")[0]), WeightFormat("int8", 32)
+    plan, formats = whole_plan(checkpoint.spec), WeightFormats(form)
+    coded = CodedWeights(fold(checkpoint, plan, Basis()), formats, torch.float32)
+    decoder = Decoder(checkpoint.spec, plan, formats=formats)
+    assert {*coded} == {*decoder.state_dict()}
 
 
 def test_text_of_kimi_is_deepseeks(reference: Reference, tmp_path: Path) -> None:
