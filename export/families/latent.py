@@ -42,7 +42,7 @@ STACKED = {
 }
 """Experts that are stored in one tensor each."""
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever the others have."""
+"""That of norms of latents, whatever the other norms have."""
 GROUP_BY_BEST = {"greedy": False, "group_limited_greedy": True}
 """Choices of experts of DeepSeek V2, and whether they are from groups by their best one."""
 

@@ -143,8 +143,8 @@ def _check_groups(plan: PlanData, refuse: Refuse) -> None:
 
 
 def _check_values_in_keys(plan: PlanData, refuse: Refuse) -> None:
-    """Where V is a part of K, it is so in every lane, as the model has it, and pages
-    write both alike."""
+    """V that is a part of K is so in every lane, as the model has it, and pages write
+    both alike."""
     kept = [lane for lane in plan.lanes if not lane.removed]
     stored_once = [lane for lane in kept if lane.values_in_keys]
     if not stored_once:

@@ -282,7 +282,8 @@ class PlanIndex:
     def kept_dims(self) -> float:
         """Fraction of the head dimensions kept, K and V together (1 - p in the
         papers)."""
-        return sum(lane.numbers for lane in self.plan.lanes) / self.plan.model.numbers
+        kept = sum(lane.numbers for lane in self.plan.lanes)
+        return kept / self.plan.model.numbers
 
     # -- tiers -------------------------------------------------------------------------
     @cached_property

@@ -43,7 +43,7 @@ TIERS = {
     "channel": Tier(8, 8, "token", "token", 16, 16),
     "token": Tier(4, 4, "rank", "rank", 32, 32),
 }
-"""Of full pages: whose numbers share a scale."""
+"""Tiers of full pages, by whose numbers share a scale."""
 KINDS = ("torch", "onnx", "native")
 
 
@@ -84,7 +84,7 @@ class Engines:
         return LLM(session, plan, LIMITS, tokenizer, size, share_prefixes=True)
 
     def logits(self, kind: str, tier: str, once: bool) -> Logits:
-        """Of a prompt in two chunks, and then token by token."""
+        """Logits of a prompt in two chunks, and then token by token."""
         return forced(self.llm(kind, tier, once), [ids(TOKENS)], SCHEDULE)[0]
 
 

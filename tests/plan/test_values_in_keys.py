@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.show import rank_table
 from kvlathe.export.report.page_rows import page_pictures
 from kvlathe.export.report.sizes import of_page
 from kvlathe.plan.codec import matrices
@@ -83,6 +84,12 @@ def test_the_report_counts_and_draws_every_byte_once(form: str) -> None:
     for picture in page_pictures(layout):
         drawn = [width for row in picture.rows for _, width in row.parts]
         assert sum(drawn) * (2 // len(picture.rows)) == picture.stride
+
+
+def test_people_are_told_where_values_are() -> None:
+    plan = latent_plan(HOT)
+    _, rows = rank_table([dataclasses.asdict(lane) for lane in plan.lanes])
+    assert [row[1:] for row in rows] == 2 * [(f"{RANK_K}, V its first {RANK_V}",)]
 
 
 LANE = Lane(0, 0, RANK_K, RANK_K, RANK_V, "none", values_in_keys=True)
