@@ -28,7 +28,14 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.export.model.spec import DecoderSpec, read_spec
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
-from tests.support.checkpoints import FAMILIES, longrope, make_model, sizes, whole_plan
+from tests.support.checkpoints import (
+    FAMILIES,
+    latent,
+    longrope,
+    make_model,
+    sizes,
+    whole_plan,
+)
 
 TOLERANCE = 1e-4
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -136,6 +143,11 @@ FAR = {
     "partial": (
         "Phi3",
         {"rope_scaling": longrope(12), "partial_rotary_factor": 0.75, **PHI},
+    ),
+    "latent": (
+        "Youtu",
+        latent(rope_scaling=YARN | {"mscale_all_dim": 1.0}, rope_theta=1e6)
+        | {"max_position_embeddings": 131072},
     ),
     "yarn-new-style": (
         "Qwen3",
