@@ -174,6 +174,12 @@ def rotate(config: BuildConfig) -> list[int]:
                 "its weights are codes already",
                 "give the checkpoint that they were made of",
             )
+        if checkpoint.spec.family.latent is not None:
+            raise KvlatheError(
+                f"the heads of {config.model} cannot be rotated",
+                "they share one latent (MLA), which has a norm of its own",
+                "build an engine",
+            )
         rotated = RotatedCheckpoint(checkpoint, config.seed)
     check_room(config.output_dir, sum(path.stat().st_size for path in checkpoint.files))
     with appearing(config.output_dir) as folder, phase("rotating and writing"):

@@ -130,6 +130,7 @@ def prepare(order: Order) -> Job:
     _check_rope_fold(order, checkpoint.spec)
     _check_key_scales(order, checkpoint.spec)
     _check_layer_windows(order, checkpoint.spec)
+    _check_latent(order, checkpoint.spec)
     config = _with_weights(config, checkpoint)
     order = dataclasses.replace(order, config=config)
     _check_weights(config, checkpoint)
@@ -232,6 +233,21 @@ def _check_layer_windows(order: Order, spec: DecoderSpec) -> None:
         return
     check_windows(order.config.backend, windowed=True)
     check_layer_windows(order.compression, order.outline)
+
+
+def _check_latent(order: Order, spec: DecoderSpec) -> None:
+    """Heads that share a latent are known to engines on CPUs, and keep all dimensions."""
+    from kvlathe.export.methods.composition import check_latent
+
+    if spec.family.latent is None:
+        return
+    if BACKENDS[order.config.backend].hosted:
+        raise KvlatheError(
+            f"--backend {order.config.backend} cannot be used with this model",
+            "its heads share one latent (MLA), which its host would cache its own way",
+            "build with --backend onnxruntime",
+        )
+    check_latent(order.compression, order.outline)
 
 
 def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:

@@ -337,6 +337,4 @@ def bytes_per_token(shape: ModelShape, bits: int) -> float:
 
     Our own cache pads heads to multiples of 16 dims, an ordinary one does not.
     """
-    lanes = shape.layers * shape.kv_heads
-    elements = 2 * lanes * shape.head_dim  # K and V
-    return elements * bits / 8
+    return shape.numbers * bits / 8

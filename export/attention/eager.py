@@ -105,9 +105,9 @@ class AttendLayer(nn.Module):
         u = self.plan.index.unit
         q, k = self.prepare(q, k, step.cos, step.sin)
         k, v = self._hot(k, 0), self._hot(v, 1)
-        rows = torch.cat(
-            [gathered(k.transpose(0, 1).flatten(1), self.table("row_units"), u), v], -1
-        )
+        rows = gathered(k.transpose(0, 1).flatten(1), self.table("row_units"), u)
+        if not self.plan.index.values_in_keys:
+            rows = torch.cat([rows, v], -1)
         k, v = k.to(self.dtype), v.to(self.dtype)
         v = gathered(v, self.table("v_units"), u).transpose(0, 1)
         if step.places is not None:

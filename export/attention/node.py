@@ -52,7 +52,7 @@ def attend_node(
     sizes = LayerTables(plan, layer)
     tokens = _size(values["q"], 0)
     width_o = sizes.G * sum(lane.rank_v for lane in sizes.lanes)
-    width_rows = sum(lane.rank_k + lane.rank_v for lane in sizes.lanes)
+    width_rows = sum(lane.numbers for lane in sizes.lanes)
     shapes: list[tuple[int, ...]] = [(tokens, width_o), (tokens, width_rows)]
     types = [*dtypes]
     if plan.index.observes:

@@ -247,22 +247,24 @@ class LayerTables(dict[str, Int32]):
         tier = self.facts.tier(bucket)
         for x, widest in (("k", self.Rk), ("v", self.Rv)):
             form, name = tier.of(x), f"{x}_%s_{bucket}"
-            ranks, at, metas = (
+            ranks, rows, at, metas = (
                 [getattr(lane, f"rank_{x}") for lane in lanes],
+                [lane.row(x) for lane in lanes],
                 [getattr(offsets, x) for offsets in offsets_of],
                 [getattr(offsets, f"{x}_meta") for offsets in offsets_of],
             )
             if not form.is_coded:
-                self._units(name, ranks, widest, at, form.bits)
+                self._units(name, ranks, rows, widest, at, form.bits)
                 continue
             # a bucket without a lane here reads something of its page, which nobody
             # looks at
-            places = [
-                element_places(form, rank, self.plan.page_tokens)
-                for rank in ranks or [self.plan.index.unit]
+            nobody = [self.plan.index.unit]
+            ranks, rows = ranks or nobody, rows or nobody
+            self._codes(name, widest, at or [0], form, ranks, rows)
+            groups = [
+                element_places(form, row, self.plan.page_tokens)[1][:, :rank]
+                for rank, row in zip(ranks, rows, strict=True)
             ]
-            self._codes(name, widest, at or [0], form, [code for code, _ in places])
-            groups = [of_element for _, of_element in places]
             if form.along_rank:
                 self._groups(name, widest, [numbers[0] for numbers in groups])
                 groups = [_once(numbers) for numbers in groups]
@@ -275,13 +277,20 @@ class LayerTables(dict[str, Int32]):
                 self._numbered(name, "sums", widest, sums, groups, form.sum_bytes)
 
     def _units(
-        self, name: str, ranks: list[int], widest: int, offsets: list[int], bits: int
+        self,
+        name: str,
+        ranks: list[int],
+        rows: list[int],
+        widest: int,
+        offsets: list[int],
+        bits: int,
     ) -> None:
+        """Units of the first ``ranks`` of so many numbers in the lanes' ``rows``."""
         u = self.plan.index.unit
-        steps = np.array(ranks or [0]) // u
+        counts, steps = (np.array(x or [0]) // u for x in (ranks, rows))
         first = np.array(offsets or [0]) * 8 // bits // u
         self._put(
-            name % "units", _padded(first, steps, widest // u)[:, None, None, None]
+            name % "units", _padded(first, counts, widest // u)[:, None, None, None]
         )
         self._put(name % "steps", steps[:, None, None, None, None])
 
@@ -291,20 +300,20 @@ class LayerTables(dict[str, Int32]):
         widest: int,
         at: list[int],
         form: Format,
-        places: list[Places],
+        ranks: list[int],
+        rows: list[int],
     ) -> None:
-        """Bytes of the codes of each lane, by the ``places`` [P, rank] of single ones; offsets_of
-        begin ``at`` these bytes."""
+        """Bytes of the codes of each lane, which begin ``at`` these bytes: the first
+        ``ranks`` of so many in the lanes' ``rows``."""
         u, p = self.plan.index.unit, self.plan.page_tokens
-        rows = [form.element_bytes(place.size) // u for place in places]
-        most = max(rows)
-        self._put(name % "codes", _rows_from([x // u for x in at], rows, most))
+        counts = [form.element_bytes(row * p) // u for row in rows]
+        most = max(counts)
+        self._put(name % "codes", _rows_from([x // u for x in at], counts, most))
         size = self.facts.piece(form)
         code_at: list[Places] = []
-        for h, place in enumerate(places):
-            rank = place.shape[1]
+        for h, (rank, row) in enumerate(zip(ranks, rows, strict=True)):
             channels = _widened(np.arange(rank), widest)
-            own = lane_pieces(form, rank, p, channels, self.facts.together(form))
+            own = lane_pieces(form, row, p, channels, self.facts.together(form))
             code_at.append(h * most * u // size + own)
         self._put(name % "code_at", np.stack(code_at)[:, None])
 

@@ -20,7 +20,7 @@ from kvlathe.export.families.experts import (
     qwen3_moe,
 )
 from kvlathe.export.families.falcon import falcon
-from kvlathe.export.families.family import Experts, Family
+from kvlathe.export.families.family import Experts, Family, Latent
 from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
 from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
 from kvlathe.export.families.gpt2 import gpt2
@@ -32,6 +32,15 @@ from kvlathe.export.families.granite import (
     granitemoe_swa,
     granitemoeshared,
     hyperclovax,
+)
+from kvlathe.export.families.latent import (
+    axk1,
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    minicpm3,
+    mistral4,
+    youtu,
 )
 from kvlathe.export.families.llama import llama
 from kvlathe.export.families.llama_like import (
@@ -71,6 +80,7 @@ FAMILIES = {
     "apertus": apertus,
     "arcee": arcee,
     "aria_text": aria_text,
+    "axk1": axk1,
     "biogpt": biogpt,
     "codegen": codegen,
     "cohere": cohere,
@@ -78,6 +88,8 @@ FAMILIES = {
     "cohere2_moe": cohere2_moe,
     "cohere_compass_text": cohere_compass,
     "cwm": cwm,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "dots1": dots1,
     "emu3_text_model": llama,
     "ernie4_5": ernie,
@@ -92,6 +104,7 @@ FAMILIES = {
     "glm": glm,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt2": gpt2,
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,
@@ -111,10 +124,12 @@ FAMILIES = {
     "jais2": jais2,
     "llama": llama,
     "mellum": mellum,
+    "minicpm3": minicpm3,
     "minimax_m2": minimax_m2,
     "ministral": ministral,
     "ministral3": ministral3,
     "mistral": mistral,
+    "mistral4": mistral4,
     "mixtral": mixtral,
     "nanochat": nanochat,
     "nemotron": nemotron,
@@ -139,8 +154,17 @@ FAMILIES = {
     "starcoder2": starcoder2,
     "vaultgemma": vaultgemma,
     "xglm": xglm,
+    "youtu": youtu,
 }
 SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS}))
 """Model types that are read: those with a record, and those of which a part has one."""
 
-__all__ = ["FAMILIES", "SUPPORTED", "TEXT_PARTS", "Experts", "Family", "TextPart"]
+__all__ = [
+    "FAMILIES",
+    "SUPPORTED",
+    "TEXT_PARTS",
+    "Experts",
+    "Family",
+    "Latent",
+    "TextPart",
+]

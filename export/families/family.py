@@ -40,9 +40,39 @@ class Experts:
     corrected: bool = False
     correction_lead: tuple[int, ...] = ()
     """Dims of the stored correction before that of the experts."""
+    may_lack_correction: bool = False
+    """Checkpoints may store no correction: then it is none."""
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention whose heads share one latent (MLA, DeepSeek-V2, arXiv 2405.04434). Of a
+    token are cached the normalized latent, ``rank`` dims, and one key of ``turning``
+    dims that RoPE turns. A head's stored keys have ``plain`` more dims, and its values
+    ``values``: maps of the latent, which are multiplied into those of queries and of
+    outputs (export/model/latent.py). So all heads read one key, [latent, turned], of
+    which the latent is the value. ``query_rank``: queries pass a normalized latent of
+    their own; 0: they do not. ``norm_eps``: of both norms.
+
+    Roles: ``q_latent q_latent_norm`` where queries have one, ``q``, ``k`` (latent and
+    turning dims of a token), ``latent_norm``, ``kv_up`` (keys and values of heads from
+    the latent), ``o``."""
+
+    rank: int
+    turning: int
+    plain: int
+    values: int
+    query_rank: int = 0
+    norm_eps: float = 1e-6
+
+    @property
+    def key_dim(self) -> int:
+        """Dims of the one key."""
+        return self.rank + self.turning
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +148,8 @@ class Family:
     """RoPE turns against its usual sense."""
     temperature: Temperature | None = None
     """Queries grow with their positions."""
+    latent: Latent | None = None
+    """Heads share one latent, in place of keys and values of their own."""
     experts: Experts | None = None
     """Experts in place of the MLP, or beside it: where there are ``gate up down`` too,
     they are of an expert that every token passes, weighed by the sigmoid of

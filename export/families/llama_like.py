@@ -3,6 +3,7 @@ StarCoder2, Apertus, Jais 2, OLMo, CWM and NanoChat: Llama with a few difference
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,13 +54,18 @@ def ministral(config: MinistralConfig) -> Family:
 
 def ministral3(config: Ministral3Config) -> Family:
     """Mistral whose queries grow with their positions."""
-    rope = config.rope_parameters or {}
-    beta = rope.get("llama_4_scaling_beta")
-    length = rope.get("original_max_position_embeddings")
-    temperature = Temperature(float(beta), float(length)) if beta and length else None
     return replace(
-        _mistral(config), windows=every_layer(config), temperature=temperature
+        _mistral(config),
+        windows=every_layer(config),
+        temperature=temperature_of(config.rope_parameters),
     )
+
+
+def temperature_of(rope: Mapping[str, object] | None) -> Temperature | None:
+    """The growth of queries, which Mistral's configurations have beside RoPE."""
+    names = "llama_4_scaling_beta", "original_max_position_embeddings"
+    beta, length = (float(str((rope or {}).get(name) or 0)) for name in names)
+    return Temperature(beta, length) if beta and length else None
 
 
 def cwm(config: CwmConfig) -> Family:

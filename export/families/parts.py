@@ -21,4 +21,5 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(("gemma3", "got_ocr2", "mistral3"), IMAGES),
     "emu3": TextPart(("vqmodel",), "text_model"),
     "fuyu": TextPart(("vision_embed_tokens",)),
+    "kimi_k25": TextPart(("vision_tower", "mm_projector")),
 }

@@ -72,7 +72,7 @@ def glm4_moe(config: Glm4MoeConfig) -> Family:
         intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         qkv_bias=config.attention_bias,
         partial_rotary=True,
-        experts=_grouped(config, config.n_routed_experts),
+        experts=grouped(config, config.n_routed_experts),
         factors={"experts_down": config.routed_scaling_factor},
         beside=(f"layers.{config.num_hidden_layers}.",),
         settings=COUNTS,
@@ -91,7 +91,7 @@ def solar_open(config: SolarOpenConfig) -> Family:
         kv_heads=config.num_key_value_heads,
         intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         qkv_bias=config.attention_bias,
-        experts=_grouped(config, config.n_routed_experts),
+        experts=grouped(config, config.n_routed_experts),
         factors={"experts_down": config.routed_scaling_factor},
         settings=COUNTS,
     )
@@ -109,7 +109,7 @@ def dots1(config: Dots1Config) -> Family:
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         windows=sliding_layers(config),
-        experts=_grouped(config, config.n_routed_experts or 0),
+        experts=grouped(config, config.n_routed_experts or 0),
         factors={"experts_down": config.routed_scaling_factor},
         settings=COUNTS,
     )
@@ -133,7 +133,7 @@ def exaone_moe(config: ExaoneMoeConfig) -> Family:
         intermediate_size=config.moe_intermediate_size * config.num_shared_experts,
         windows=windows,
         ropes=ropes,
-        experts=_grouped(config, config.num_experts),
+        experts=grouped(config, config.num_experts),
         factors={"experts_down": config.routed_scaling_factor},
         beside=("mtp.",),
         settings=COUNTS,
@@ -255,7 +255,8 @@ def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
     return with_dense(family, dense, config.intermediate_size)
 
 
-def _grouped(config: Grouped, count: int) -> Experts:
+def grouped(config: Grouped, count: int) -> Experts:
+    """Experts that are chosen by sigmoids with a correction, from groups of them."""
     return Experts(
         count=count,
         chosen=config.num_experts_per_tok or 0,

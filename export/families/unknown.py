@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 WIRING = "kvlathe must know how its layers are wired"
 BIAS = "its scores have a bias by distance, which cached keys cannot carry"
-LATENT = (
-    "its heads share one latent that is cached in their place (MLA), which is low rank "
-    "already, and whose keys turn apart from it"
+LATENT = "its heads share one latent (MLA), in a way that no record says"
+INDEXER = (
+    "an indexer chooses the tokens that each query sees (sparse attention), by keys of "
+    "its own, which no page holds"
 )
+TWICE = "a layer has two attentions, and experts that pass by the second"
 STATE = "some of its layers keep a state, and no keys and values"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
 SINKS = "its softmax has sinks, in a way that no record says"
@@ -22,6 +24,7 @@ CODER = "it is an encoder, or needs one"
 BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), BIAS),
     "mimo_v2_flash": SINKS,
+    "longcat_flash": TWICE,
     **dict.fromkeys(("afmoe",), GATED),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMS_AFTER_ROPE),
@@ -31,6 +34,7 @@ BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2", "nemotron_h"), STATE),
 }
 BY_SETTING: Mapping[str, str] = {
+    "index_topk": INDEXER,
     "kv_lora_rank": LATENT,
     "mamba_d_state": STATE,
     "mamba_d_conv": STATE,

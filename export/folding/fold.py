@@ -83,9 +83,8 @@ def _makers(
     spec = checkpoint.spec
     device = checkpoint.device
     makers: dict[str, Make] = {}
-    if spec.rope:
-        for name, numbers in rope_state(spec).items():
-            makers[f"rope.{name}"] = partial(torch.tensor, numbers, device=device)
+    for name, numbers in rope_state(spec).items():
+        makers[f"rope.{name}"] = partial(torch.tensor, numbers, device=device)
     for name in checkpoint.weights:
         makers[name] = partial(checkpoint.weight, name)
     for layer, lanes in folds.items():
@@ -104,6 +103,8 @@ def _inputs(
 ) -> dict[str, Make]:
     """W_Q, W_K, W_V and their biases."""
     spec = checkpoint.spec
+    if spec.family.latent is not None:
+        return {}  # as they are: lanes that share a latent have no basis
     at = f"layers.{layer}."
     q = {lane.head: lane.q for lane in lanes}
     k = {lane.head: lane.k for lane in lanes}
@@ -192,7 +193,8 @@ def _readers(
     d, D] float64."""
     spec = checkpoint.spec
     weight = checkpoint.weight(f"layers.{layer}.o.weight")
-    heads = weight.unflatten(0, (spec.kv_heads, spec.group_size, spec.head_dim))
+    value_dim = spec.shape.value_dim
+    heads = weight.unflatten(0, (spec.kv_heads, spec.group_size, value_dim))
     sources = [plan.index.lane(layer, head).fill_from for head in range(spec.kv_heads)]
     for lane in lanes:
         filled = [head for head, source in enumerate(sources) if source == lane.head]

@@ -20,12 +20,12 @@ from kvlathe.plan.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class LaneFold:
-    """Matrices that enter the weights for one lane, all float64: d = head_dim, I = the
-    lane's input_dim.
+    """Matrices that enter the weights for one lane, all float64: d = head_dim, dv dims
+    of a value, I = the lane's input_dim.
 
     ``q``, ``k`` [d, I] and ``shift_k`` [d] enter W_Q and W_K; ``proj_q``, ``proj_k``
-    [I, rank_k] and ``centre`` [rank_k] are for Attend; ``v`` [d, rank_v], ``out``
-    [rank_v, d] and ``shift_v`` [d] enter W_V and W_O.
+    [I, rank_k] and ``centre`` [rank_k] are for Attend; ``v`` [dv, rank_v], ``out``
+    [rank_v, dv] and ``shift_v`` [dv] enter W_V and W_O.
     """
 
     head: int
@@ -69,6 +69,7 @@ def lane_folds(
 def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     _check_lane(spec, lane, given)
     d, width, rank = spec.head_dim, lane.input_dim, lane.rank_k
+    value_dim = spec.shape.value_dim
     picked = _eye(d, d)[:, _dims(lane, d)]
     in_weights = not lane.projected
     rows = d if lane.rope == "none" and in_weights else width
@@ -83,7 +84,7 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     )
     centre = _vector(lane, "centre_k", given.centre_k, rows)
     none = _zeros(d)
-    v, out = _pair(lane, "a_v", given.a_v, "o_v", given.o_v, d, lane.rank_v)
+    v, out = _pair(lane, "a_v", given.a_v, "o_v", given.o_v, value_dim, lane.rank_v)
     through = _eye(width, rank)
     return LaneFold(
         head=lane.head,
@@ -95,7 +96,7 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
         centre=none.new_zeros(rank) if in_weights else centre @ b.T,
         v=v,
         out=out,
-        shift_v=_vector(lane, "centre_v", given.centre_v, d),
+        shift_v=_vector(lane, "centre_v", given.centre_v, value_dim),
     )
 
 
@@ -126,6 +127,11 @@ def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
         )
 
     d, planes = spec.head_dim, lane.planes
+    if spec.family.latent is not None and given != LaneBasis():
+        refuse(
+            "has a basis",
+            "its V is a part of its K, and both are as the model has them",
+        )
     if (lane.rope == "none") != (spec.rope is None):
         refuse(
             f"has RoPE {lane.rope!r}",

@@ -71,6 +71,43 @@ def check_layer_windows(compression: Compression, outline: Decision) -> None:
         )
 
 
+def check_latent(compression: Compression, outline: Decision) -> None:
+    """Raise KvlatheError where ``compression`` turns, cuts or scales heads, of a model
+    whose heads share one latent: V is a part of K."""
+    refused = ""
+    if compression.choosing_ranks or compression.measured:
+        refused = "it chooses ranks and forms of K and of V apart"
+    elif compression.measures_heads:
+        refused = "it tells heads of a layer apart"
+    elif compression.calibration is not None or outline.turn or outline.scales:
+        refused = "it reads statistics of K and of V apart"
+    elif outline.hadamard not in ("auto", "none"):
+        refused = f"it rotates heads ({outline.hadamard})"
+    if refused:
+        raise KvlatheError(
+            f"{compression} cannot be used with this model",
+            f"its heads share one latent (MLA), V is a part of K, and {refused}",
+            "choose hack:bits=8, hack:bits=4, fp8 or a method of tokens, which take both "
+            "as they are",
+        )
+
+
+def _one_form(compression: Compression, joined: Decision) -> Decision:
+    """``joined`` where full pages write V as K, which it is a part of. Raises
+    KvlatheError where they cannot."""
+    tiers = [tier for tier, _ in joined.split] or [joined.cold]
+    if all(tier is None or tier.has_one_form for tier in tiers):
+        return joined
+    if joined.cold_of_shared is None or not joined.cold_of_shared.has_one_form:
+        raise KvlatheError(
+            f"{compression} cannot be used with this model",
+            "its heads share one latent (MLA), V is stored as a part of K, and the two "
+            "would have different bits or groups",
+            "choose hack:bits=8 or hack:bits=4 with no other option, or fp8",
+        )
+    return dataclasses.replace(joined, cold=joined.cold_of_shared)
+
+
 def verify(
     compression: Compression, options: RankOptions, page_tokens: int
 ) -> Decision:
@@ -139,7 +176,9 @@ def compose(
             "it measures the model",
             "build an engine",
         )
-    verify(compression, options, settings.page_tokens)
+    outline = verify(compression, options, settings.page_tokens)
+    if shape.latent:
+        check_latent(compression, outline)
     decisions = [
         (one, _decided(one, stats, settings))
         for one in compression.methods
@@ -190,6 +229,7 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
         kept,
         cold=coded.cold,
         cold_of_dropped=coded.cold_of_dropped,
+        cold_of_shared=coded.cold_of_shared,
         sink=coded.sink,
         hadamard=coded.hadamard,
         scales=coded.scales,
@@ -248,6 +288,8 @@ def _composed(
     own = layer_lives(settings.layer_windows, settings.page_tokens)
     if own:
         check_layer_windows(compression, joined)
+    if shape.latent:
+        joined = _one_form(compression, joined)
     if own or joined.tokens or not settings.windowed:
         joined = dataclasses.replace(joined, sink=0)
     sink = -(-joined.sink // settings.page_tokens) * settings.page_tokens
@@ -257,7 +299,7 @@ def _composed(
     if joined.turn is not None:
         given = _statistics(compression.text, stats)
         lanes, basis = in_bases(lanes, joined.turn(given, settings.seed))
-    if joined.cold is not None:
+    if joined.cold is not None and not shape.latent:
         lanes, basis = rotated(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
         )

@@ -16,6 +16,7 @@ until it is full, in either form. docs/quantization.md has the measurements.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,10 +141,19 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
     return Decision(
         cold=_tier(options, keys),
         cold_of_dropped=None if options.keys else _tier(options, "token"),
+        cold_of_shared=_one_form(options, keys),
         sink=sink,
         turn=balanced_keys if options.basis == "balanced" else None,
         hadamard=options.hadamard,
     )
+
+
+def _one_form(options: HackOptions, keys: Literal["channel", "token"]) -> Tier | None:
+    """The tier in which V has K's form; None where the options say otherwise."""
+    if options.values or options.arithmetic == "int" or options.sums == "stored":
+        return None
+    tier = _tier(dataclasses.replace(options, values=keys), keys)
+    return dataclasses.replace(tier, span_v=tier.span_k)
 
 
 def source(options: HackOptions) -> Source | None:

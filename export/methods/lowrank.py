@@ -32,10 +32,14 @@ STEP = 0.01
 def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
     """Every lane whole: the uncompressed model."""
     d = shape.head_dim
-    rank = allocate.whole(d)
+    ranks = allocate.whole(d), allocate.whole(shape.value_dim)
     kind = "full" if rope else "none"
     places = itertools.product(range(shape.layers), range(shape.kv_heads))
-    return tuple(Lane(layer, head, d, rank, rank, kind) for layer, head in places)
+    once = shape.latent > 0
+    return tuple(
+        Lane(layer, head, d, *ranks, kind, values_in_keys=once)
+        for layer, head in places
+    )
 
 
 def low_rank(
@@ -178,8 +182,7 @@ def left(plan: CompressionPlan, bits: int) -> float:
     keeps of a long sequence. What the model's own windows leave out is in neither."""
     whole = [_without_own_window(group) for group in plan.groups]
     seen = dataclasses.replace(plan, groups=tuple(whole))
-    numbers = 2 * len(plan.lanes) * plan.model.head_dim
-    uncompressed = numbers * bits / 8
+    uncompressed = plan.model.numbers * bits / 8
     return CacheLayout(seen).bytes_per_token() / uncompressed
 
 

@@ -39,7 +39,8 @@ class Decision:
 
     ``lanes`` with their ``basis``: the ranks. ``cold``: the number format that full
     pages are quantized to; ``cold_of_dropped``: the one in its place where tokens may be
-    dropped one by one, if that is another; ``sink``: the first tokens that stay as they
+    dropped one by one, if that is another; ``cold_of_shared``: where V is a part of K, and
+    both have one form; ``sink``: the first tokens that stay as they
     are where all tokens stay. ``split``: several of them instead, each with its share of
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
     rotated, or scaled by statistics, before that; ``turn``: what gives whole lanes
@@ -55,6 +56,7 @@ class Decision:
     basis: Basis = field(default_factory=Basis)
     cold: Tier | None = None
     cold_of_dropped: Tier | None = None
+    cold_of_shared: Tier | None = None
     split: tuple[tuple[Tier, float], ...] = ()
     sink: int = 0
     hadamard: Hadamard = "none"

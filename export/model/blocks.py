@@ -97,6 +97,7 @@ def routing_of(experts: Experts) -> Routing:
         scores=experts.scores,
         groups=experts.groups,
         kept_groups=experts.kept_groups,
+        group_best=experts.group_best,
         jitter=experts.jitter,
     )
 

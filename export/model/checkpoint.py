@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from kvlathe.base.adapters import Adapter
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.gguf.tensors import GgufTensors
-from kvlathe.export.model import stacked
+from kvlathe.export.model import latent, stacked
 from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
@@ -77,6 +77,7 @@ class Checkpoint:
             for file in map(open_tensors, self.files)
             for name in file.keys()  # noqa: SIM118
         }
+        spec = stacked.corrected_as_stored(spec, self._where)
         self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()
@@ -130,6 +131,9 @@ class Checkpoint:
         if stacked.is_own(self.spec, name):
             own = finite(stacked.read(self.spec, name, self._placed), name)
             return apply_factor(self.spec, name, own)
+        if latent.is_own(self.spec, name):
+            own = finite(latent.read(self.spec, name, self._beside(name)), name)
+            return apply_factor(self.spec, name, own)
         experts = expert_names(self.spec, name)
         if experts:
             return apply_factor(self.spec, name, self._of_experts(experts))
@@ -144,6 +148,8 @@ class Checkpoint:
         """The grid on which the checkpoint has the decoder's map ``name``, its outputs
         in the decoder's order; None where it has floats, or where groups are out of
         order."""
+        if latent.is_own(self.spec, name):
+            return None
         stored = stored_name(self.spec, name)
         gguf = self._gguf(stored)
         if gguf is not None:
@@ -244,6 +250,11 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the folder's tensor ``name``, from its header."""
         return tuple(self._where[name].get_slice(name).get_shape())
+
+    def _beside(self, name: str) -> Callable[[str], Tensor]:
+        """A reader of the tensors that lie in the layer of ``name``, by role and kind."""
+        layer = name.split(".")[1]
+        return lambda end: self._placed(stored_name(self.spec, f"layers.{layer}.{end}"))
 
     def _placed(self, name: str) -> Tensor:
         return self._read(name).to(self.device)

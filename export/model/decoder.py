@@ -60,12 +60,12 @@ class Decoder(nn.Module):
             if self.first or tied
             else None
         )
-        learned = self.first and spec.rope is None
+        learned = self.first and spec.has_positions
         self.positions = (
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
-        self.rope = Rotator(len(spec.ropes), spec.head_dim // 2) if spec.rope else None
-        self.rope_of = [spec.rope_of[layer] if spec.rope else 0 for layer in layers]
+        self.rope = Rotator(len(spec.ropes), spec.planes) if spec.ropes else None
+        self.rope_of = [spec.rope_of[layer] if spec.ropes else 0 for layer in layers]
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(

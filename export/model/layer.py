@@ -7,6 +7,7 @@ How they are wired is kvlathe/layers/decoder.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from kvlathe.export.model.blocks import (
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import FUSED, qk_norm_width
 from kvlathe.layers.decoder import run_layer
+from kvlathe.layers.latent import latent_rows
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import WeightFormat
@@ -49,8 +51,23 @@ class Widths:
     def whole(cls, spec: DecoderSpec) -> Widths:
         """Widths of a layer as the checkpoint has it."""
         q = spec.query_heads * spec.head_dim
-        kv = spec.kv_heads * spec.head_dim
-        return cls(q=q, k=kv, v=kv, o=q)
+        v = spec.shape.value_dim
+        return cls(
+            q=q,
+            k=spec.kv_heads * spec.head_dim,
+            v=spec.kv_heads * v,
+            o=spec.query_heads * v,
+        )
+
+
+class Turning(Protocol):
+    """The part of a step that a layer reads: cos and sin [T, planes] of its rotation;
+    None without RoPE."""
+
+    @property
+    def cos(self) -> Tensor | None: ...
+    @property
+    def sin(self) -> Tensor | None: ...
 
 
 class DecoderLayer(nn.Module):
@@ -58,7 +75,8 @@ class DecoderLayer(nn.Module):
     AttendLayer, or FullAttention to observe.
 
     v and o always have a bias (centring leaves constants there), k has one wherever no
-    RoPE follows it. ``form``: of the weights of its linear maps (None: ``dtype``).
+    RoPE follows it. Where heads share a latent, v is the latent itself. ``form``: of
+    the weights of its linear maps (None: ``dtype``).
     """
 
     rows: Rows = ROWS
@@ -74,7 +92,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         family = spec.family
-        hidden, inner = spec.hidden_size, family.inner(layer)
+        hidden = spec.hidden_size
         roles = family.roles(layer).keys()
 
         def norm(role: str, size: int, kind: str = family.norm) -> Norm | None:
@@ -85,16 +103,47 @@ class DecoderLayer(nn.Module):
         self.head_dim, self.activation = spec.head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
-        biased_k = family.qkv_bias or spec.rope is None
-        self.q = linear(hidden, widths.q, family.qkv_bias, dtype, form)
+        self.latent, self.value_width = family.latent, widths.v
+        apart = self.latent is None
+        inputs = hidden if apart else self._add_latents(spec, dtype, form)
+        biased_k = family.qkv_bias or (spec.rope is None and apart)
+        self.q = linear(inputs, widths.q, family.qkv_bias and apart, dtype, form)
         self.k = linear(hidden, widths.k, biased_k, dtype, form)
-        self.v = linear(hidden, widths.v, True, dtype, form)
+        self.v = linear(hidden, widths.v, True, dtype, form) if apart else None
         self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), family.qk_norm)
         self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), family.qk_norm)
         self.attend = attend
         self.o = linear(widths.o, hidden, True, dtype, form)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
+        self.mlp_out_norm = norm("mlp_out_norm", hidden)
+        self._add_mlp(spec, layer, dtype, form)
+
+    def _add_latents(
+        self, spec: DecoderSpec, dtype: torch.dtype, form: WeightFormat | None
+    ) -> int:
+        """Norms of latents and, where queries have one, its map. Returns the inputs of
+        queries."""
+        own, hidden = spec.family.latent, spec.hidden_size
+        assert own is not None
+        self.latent_norm = Norm("rms", own.rank, own.norm_eps, dtype)
+        if not own.query_rank:
+            return hidden
+        biased = spec.family.qkv_bias
+        self.q_latent = linear(hidden, own.query_rank, biased, dtype, form)
+        self.q_latent_norm = Norm("rms", own.query_rank, own.norm_eps, dtype)
+        return own.query_rank
+
+    def _add_mlp(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        dtype: torch.dtype,
+        form: WeightFormat | None,
+    ) -> None:
+        family = spec.family
+        hidden, inner = spec.hidden_size, family.inner(layer)
+        roles = family.roles(layer).keys()
 
         def of_mlp(role: str, inputs: int, outputs: int) -> AnyLinear | None:
             if not {role, FUSED.get(role)} & roles:
@@ -108,12 +157,11 @@ class DecoderLayer(nn.Module):
         experts = family.experts_of(layer)
         self.experts = experts and ExpertBlock(experts, hidden, self.activation, dtype)
         self.curve = Curve() if "curve" in roles else None
-        self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(
         self,
         x: Tensor,
-        step: object,
+        step: Turning,
         places: Tensor | None = None,
         rows: Tensor | None = None,
         query_factors: Tensor | None = None,
@@ -130,10 +178,20 @@ class DecoderLayer(nn.Module):
             return o if rows is None else o.index_select(0, rows)
 
         wanted = places if rows is None else rows
-        return run_layer(self, x, attend, wanted, query_factors), *handed_on
+        angles = None
+        if self.latent is not None and step.cos is not None and step.sin is not None:
+            angles = step.cos, step.sin
+        return run_layer(self, x, attend, wanted, query_factors, angles), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q(x), self.k(x), self.v(x)
+        if self.latent is None:
+            assert self.v is not None
+            return self.q(x), self.k(x), self.v(x)
+        form = self.latent_norm, self.latent.rank, self.value_width
+        rows = latent_rows(self.k(x), *form)
+        if self.latent.query_rank:
+            x = self.q_latent_norm(self.q_latent(x))
+        return self.q(x), *rows
 
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         assert self.up is not None

@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 
 class Captured(NamedTuple):
     """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE,
-    canonical; ``v`` [T, H, d]; ``o`` [T, Hq, d], what attention gives."""
+    canonical; ``v`` [T, H, dv]; ``o`` [T, Hq, dv], what attention gives."""
 
     hidden: Tensor
     q: Tensor
@@ -42,25 +42,22 @@ class FullAttention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, attention: PlainAttention) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
+        self.head_dim, self.value_dim = spec.head_dim, spec.shape.value_dim
+        self.turns = spec.rope is not None
         self.attention = attention
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, step: Rotation
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        q = self._heads(q)
-        k = self._heads(k)
-        v = self._heads(v)
-        if step.cos is not None and step.sin is not None:
+        q = q.unflatten(-1, (-1, self.head_dim))  # [T, heads, d]
+        k = k.unflatten(-1, (-1, self.head_dim))
+        v = v.unflatten(-1, (-1, self.value_dim))
+        if self.turns and step.cos is not None and step.sin is not None:
             q = _rotate(q, step.cos, step.sin)
             k = _rotate(k, step.cos, step.sin)
         by_head = [x.transpose(0, 1) for x in (q, k, v)]
         by_token = self.attention(*by_head).transpose(0, 1)
         return by_token.flatten(1), (q, k, v, by_token)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[T, heads * d] -> [T, heads, d]."""
-        return x.unflatten(-1, (-1, self.head_dim))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -100,11 +97,12 @@ class LayerRunner:
             self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
         self._temperature = spec.family.temperature
         self._rope = rotator(spec, checkpoint.device)
-        self._rope_of = spec.rope_of[layer] if spec.rope else 0
+        self._rope_of = spec.rope_of[layer] if spec.ropes else 0
 
     @property
     def w_v(self) -> Tensor:
         """[D, all heads]"""
+        assert self._layer.v is not None, "heads that share a latent have no W_V"
         return self._layer.v.weight
 
     @property
@@ -145,9 +143,9 @@ class LayerRunner:
 
 
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
-    if spec.rope is None:
+    if not spec.ropes:
         return None
-    turn = Rotator(len(spec.ropes), spec.head_dim // 2)
+    turn = Rotator(len(spec.ropes), spec.planes)
     for name, numbers in rope_state(spec).items():
         setattr(turn, name, torch.tensor(numbers, device=device))
     return turn
@@ -156,6 +154,6 @@ def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
 def embed(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor) -> Tensor:
     """[T, D] float32: what the first layer reads."""
     x = checkpoint.rows("embed.weight", input_ids)
-    if checkpoint.spec.rope is not None:
+    if not checkpoint.spec.has_positions:
         return x
     return x + checkpoint.rows("positions.weight", positions)

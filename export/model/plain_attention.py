@@ -41,8 +41,8 @@ class PlainAttention:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] ->
-        [Hq, T, d]. Where a kernel cannot, queries come in blocks, whose scores are
+        """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, dv] ->
+        [Hq, T, dv]. Where a kernel cannot, queries come in blocks, whose scores are
         computed again for gradients."""
         heads, tokens = q.shape[:2]
         k = k.repeat_interleave(heads // k.shape[0], 0)

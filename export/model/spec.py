@@ -63,7 +63,8 @@ class DecoderSpec:
     ``max_positions``: tokens the model was made for; ``max_seq_len``: tokens of the
     longest sequence to be served, at most that. ``ropes`` is empty for learned
     positions; ``rope_of``: which of them each layer has. The dims of q and k are in
-    Rope's canonical order everywhere, the same for all ropes.
+    Rope's canonical order everywhere, the same for all ropes. Where heads share a
+    latent, ``head_dim`` is that of the one key that they read.
     """
 
     model_type: str
@@ -81,8 +82,19 @@ class DecoderSpec:
 
     @property
     def rope(self) -> Rope | None:
-        """The first of them, where there are any."""
-        return self.ropes[0] if self.ropes else None
+        """The first of them, where attention turns whole heads: of a key with a latent
+        the layer turns the other dims before."""
+        return self.ropes[0] if self.ropes and self.family.latent is None else None
+
+    @property
+    def planes(self) -> int:
+        """Planes of each of ``ropes``."""
+        return len(self.ropes[0].inv_freq)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether embeddings of positions are added to those of tokens."""
+        return "positions" in self.family.names
 
     @property
     def kv_heads(self) -> int:
@@ -105,13 +117,14 @@ class DecoderSpec:
             max_positions=self.max_positions,
             softcap=self.family.attn_softcap,
             sinks="sinks" in self.family.names,
+            latent=self.family.latent.rank if self.family.latent else 0,
         )
 
     @property
     def rope_note(self) -> str:
         """A note on results that differ from transformers: fact, reason and remedy.
         Empty where they do not."""
-        short = self.rope.short_length if self.rope else None
+        short = self.ropes[0].short_length if self.ropes else None
         if short is None:
             return ""
         return (
@@ -166,10 +179,13 @@ def _spec(
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    _check_sizes(config, family, head_dim)
+    turning = head_dim
+    if family.latent is not None:
+        head_dim, turning = family.latent.key_dim, family.latent.turning
+    _check_sizes(config, family, turning)
     ropes, rope_of = (), ()
     if "positions" not in family.names:
-        ropes, rope_of = read_ropes(config, head_dim, served, family)
+        ropes, rope_of = read_ropes(config, turning, served, family)
     return DecoderSpec(
         model_type=raw["model_type"],
         family=family,

@@ -9,7 +9,8 @@ the inputs of each map, [E, out, in / 32, 16]; their scales are [E, out, in / 32
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,20 @@ def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
     if experts is not None and experts.corrected:
         names.append(CORRECTION)
     return (*names, *(one for one in (*CURVE, SINKS) if ROLES[one][0] in roles))
+
+
+def corrected_as_stored(spec: DecoderSpec, stored: Container[str]) -> DecoderSpec:
+    """``spec`` without corrections, where a checkpoint with these tensors may lack them
+    and does."""
+    experts = spec.family.experts
+    if experts is None or not experts.may_lack_correction:
+        return spec
+    name = spec.family.names["router_correction"]
+    if any(name.replace("{i}", f"{i}") in stored for i in range(spec.layers)):
+        return spec
+    names = {x: at for x, at in spec.family.names.items() if x != "router_correction"}
+    plain = replace(experts, corrected=False)
+    return replace(spec, family=replace(spec.family, names=names, experts=plain))
 
 
 def is_own(spec: DecoderSpec, name: str) -> bool:

@@ -14,15 +14,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvlathe.export.model import stacked
+from kvlathe.export.model import latent, stacked
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import rope_names
 
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 LAYER_ROLES = (
     "attn_norm",
+    "q_latent",
+    "q_latent_norm",
     "q",
     "k",
+    "latent_norm",
     "v",
     "q_norm",
     "k_norm",
@@ -127,6 +130,8 @@ def has_bias(spec: DecoderSpec, role: str) -> bool:
         return family.norm == "layer" and family.norm_bias
     if role in QK_NORMS:
         return family.qk_norm == "layer" and family.qk_norm_weight
+    if family.latent is not None and role in latent.ROLES:
+        return role in latent.BIASED and family.qkv_bias
     groups = (
         ("head", family.head_bias),
         ("qkv", family.qkv_bias),
@@ -204,6 +209,8 @@ def _stored_shape(
     spec: DecoderSpec, role: str, layer: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(weight, bias) of a stored role."""
+    if spec.family.latent is not None and role in latent.SHAPED:
+        return latent.stored_shape(spec, role)
     d, hidden = spec.head_dim, spec.hidden_size
     inner = 0 if layer is None else spec.family.inner(layer)
     q, kv = spec.query_heads * d, spec.kv_heads * d

@@ -202,8 +202,10 @@ class _Writer:
         wide = FLOATS[max(self.facts.hot_bits)]
         by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
         units = b.reshape(by_token, 0, -1, self.plan.index.unit)
-        k_rows = b.cast(b.reshape(b.gather(units, "row_units", 1), 0, -1), wide)
-        b.output("rows", b.op("Concat", k_rows, b.cast(v, wide), axis=1))
+        rows = b.cast(b.reshape(b.gather(units, "row_units", 1), 0, -1), wide)
+        if not self.plan.index.values_in_keys:
+            rows = b.op("Concat", rows, b.cast(v, wide), axis=1)
+        b.output("rows", rows)
 
     def fresh(self, k: str, v: str) -> tuple[str, str]:
         """k' [H, T, Rk] and packed v' -> K, V [H, 1, B, Q, R] of each sequence's own

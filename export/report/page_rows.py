@@ -75,11 +75,12 @@ def _rows(layout: CacheLayout, bucket: int) -> list[PageRow]:
 
 def _parts(at: LaneOffsets, size: int) -> list[tuple[str, int]]:
     """What a lane of ``size`` bytes holds, in address order."""
+    behind_k = size if at.v == at.k else at.v - at.k
     named = (
-        ("k", at.k_meta - at.k),
-        ("scales", at.v - at.k_meta),
-        ("v", at.v_meta - at.v),
-        ("scales", at.k + size - at.v_meta),
+        ("k", at.k_bytes),
+        ("scales", behind_k - at.k_bytes),
+        ("v", at.v_bytes),
+        ("scales", size - behind_k - at.v_bytes),
     )
     return [(kind, width) for kind, width in named if width]
 

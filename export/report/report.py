@@ -186,27 +186,23 @@ def _charts(data: ReportData, checked: Stability | None) -> dict[str, Markup]:
 
 def _maps(plan: CompressionPlan, held: Kept) -> list[Map]:
     """The heads: ranks always, bits where pages are quantized, tokens where a rule drops
-    some."""
+    some. V that is a part of K has no maps of its own."""
     dims = plan.model.head_dim
     whole = f"{held.ranks_k.size * dims:,}"
-    shown = [
-        Map(
-            "ranks_k",
-            f"K: {held.ranks_k.sum():,.0f} of {whole} dimensions",
-            held.ranks_k,
-            dims,
-        ),
-        Map(
-            "ranks_v",
-            f"V: {held.ranks_v.sum():,.0f} of {whole} dimensions",
-            held.ranks_v,
-            dims,
-        ),
+    sides = [
+        ("k", "K", held.ranks_k, held.bits_k),
+        ("v", "V", held.ranks_v, held.bits_v),
     ]
+    if plan.index.values_in_keys:
+        sides = [("k", "K, which begins with V", held.ranks_k, held.bits_k)]
+    shown: list[Map] = []
+    for side, name, ranks, _ in sides:
+        title = f"{name}: {ranks.sum():,.0f} of {whole} dimensions"
+        shown.append(Map(f"ranks_{side}", title, ranks, dims))
     if any(tier.is_coded for tier in plan.index.tiers):
         top = float(max(held.bits_k.max(), held.bits_v.max()))
-        shown.append(Map("bits_k", "K: bits of a number", held.bits_k, top, 1))
-        shown.append(Map("bits_v", "V: bits of a number", held.bits_v, top, 1))
+        for side, name, _, bits in sides:
+            shown.append(Map(f"bits_{side}", f"{name}: bits of a number", bits, top, 1))
     if held.mean_share < 1:
         shown.append(
             Map("share", f"tokens kept, % of {held.tokens:,}", 100 * held.share, 100)

@@ -86,9 +86,9 @@ def of_page(layout: CacheLayout, bucket: Bucket) -> dict[str, int]:
     sizes = layout.lane_bytes(bucket.number)
     for lane, size in sizes.items():
         at = layout.lane_offsets(bucket.number, lane)
-        found["k"] += at.k_meta - at.k
-        found["v"] += at.v_meta - at.v
-        found["scales"] += size - (at.k_meta - at.k) - (at.v_meta - at.v)
+        found["k"] += at.k_bytes
+        found["v"] += at.v_bytes
+        found["scales"] += size - at.k_bytes - at.v_bytes
     stride = layout.page_stride[bucket.number]
     found["scores"] = stride - sum(sizes.values())
     return found

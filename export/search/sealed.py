@@ -241,10 +241,10 @@ class Seal:
         """k, v [whole pages, rank] -> the same as they are read back, float32."""
         if self.tier is None:
             return k, v
-        return (
-            self._read_back(k, self.lane.rank_k, self.tier.k, 0),
-            self._read_back(v, self.lane.rank_v, self.tier.v, 1),
-        )
+        read = self._read_back(k, self.lane.rank_k, self.tier.k, 0)
+        if self.lane.values_in_keys:
+            return read, read[:, : v.shape[1]]
+        return read, self._read_back(v, self.lane.rank_v, self.tier.v, 1)
 
     def _read_back(self, x: Tensor, rank: int, form: Format, side: int) -> Tensor:
         """x [whole pages, at least rank] with its first ``rank`` dims rounded; ``side``

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +145,21 @@ def show_ranks(lanes: list[Result], head_dim: int) -> None:
         console.print_pairs("", [(title, f"{alike.pop()} in every head")])
 
 
+def _ranks_of(lane: Mapping[str, object]) -> str:
+    if lane["fill_from"] is not None:
+        return f"= {lane['fill_from']}"
+    if lane.get("values_in_keys"):
+        return f"{lane['rank_k']}, V its first {lane['rank_v']}"
+    return f"{lane['rank_k']}/{lane['rank_v']}"
+
+
 def rank_table(
     lanes: list[dict[str, Any]],
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows: a row a layer, a column a KV head; a removed head names the
     head that stands in for it."""
     heads = 1 + max(lane["head"] for lane in lanes)
-    cells = [
-        f"= {x['fill_from']}"
-        if x["fill_from"] is not None
-        else f"{x['rank_k']}/{x['rank_v']}"
-        for x in lanes
-    ]
+    cells = [_ranks_of(lane) for lane in lanes]
     rows = [
         (str(i // heads), *cells[i : i + heads]) for i in range(0, len(cells), heads)
     ]

@@ -132,7 +132,7 @@ def kv_bytes(layout: CacheLayout, tokens: int = CONTEXT) -> dict[str, Any]:
     engine's own format, and in the engine's hot format.
     """
     plan = layout.plan
-    numbers = 2 * plan.model.layers * plan.model.kv_heads * plan.model.head_dim * tokens
+    numbers = plan.model.numbers * tokens
     held = layout.bytes_for(tokens)
     hot = plan.index.hot_bits
     sizes: dict[str, Any] = {"tokens": tokens, "kv_bytes": held, "hot_bits": hot}

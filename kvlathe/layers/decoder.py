@@ -16,6 +16,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.layers.latent import Angles, turned_ends
 from kvlathe.layers.rows import ACTIVATIONS, Rows
 
 RowMap = Callable[[Tensor], Tensor]
@@ -86,6 +87,7 @@ def run_layer(
     attend: Attention,
     places: Tensor | None = None,
     query_factors: Tensor | None = None,
+    angles: Angles | None = None,
 ) -> Tensor:
     """x [T, D] -> the next layer's x [T, D].
 
@@ -101,7 +103,8 @@ def run_layer(
     Where the model has QK-norms, each head's q and k (or all heads together) pass
     through theirs first; q is then times ``query_factors`` [T, 1]. Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
-    2, OLMo 2).
+    2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
+    of the one k before ``attend``, which turns nothing.
 
     With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend``
     then gives o of no others.
@@ -115,6 +118,8 @@ def run_layer(
         k = _qk_norm(layer, layer.k_norm, k)
     if query_factors is not None:
         q = q * query_factors.to(q.dtype)
+    if angles is not None:
+        q, k = (turned_ends(one, layer.head_dim, angles) for one in (q, k))
     o = attend(q, k, v)
     if places is not None:
         x = x.index_select(0, places)

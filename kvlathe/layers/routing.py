@@ -14,16 +14,14 @@ from torch import Tensor
 Scores = Literal["softmax", "sigmoid"]
 LEAST = 1e-20
 """Added to sums that weights are divided by: all sigmoids of a token may be 0."""
-BEST = 2
-"""Experts of a group whose scores make the group's."""
 
 
 @dataclass(frozen=True)
 class Routing:
     """Routing of tokens to experts: how many a token passes, and whether their weights
     sum to 1. ``scores``: what a router's logits become. Of ``groups`` of experts only
-    ``kept_groups`` are chosen from, the ones whose two best experts score most
-    (DeepSeek-V3, arXiv 2412.19437).
+    ``kept_groups`` are chosen from, the ones whose ``group_best`` best experts score
+    most (DeepSeek-V3, arXiv 2412.19437).
 
     ``jitter``: experts are chosen one after the other, each weighed by a softmax over
     what is left, without logits that are farther than this share below the best one
@@ -39,6 +37,7 @@ class Routing:
     scores: Scores = "softmax"
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     jitter: float = 0.0
 
 
@@ -64,7 +63,8 @@ def choose(
 def _of_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
     """ranked [T, E], -inf in groups that are not chosen from."""
     grouped = ranked.unflatten(-1, (routing.groups, -1))  # [T, G, E / G]
-    best = grouped.topk(BEST, -1).values.sum(-1).topk(routing.kept_groups, -1).indices
+    scores = grouped.topk(routing.group_best, -1).values.sum(-1)  # [T, G]
+    best = scores.topk(routing.kept_groups, -1).indices
     groups = torch.arange(routing.groups, device=ranked.device)
     is_kept = (best.unsqueeze(-1) == groups).any(-2)  # [T, G]
     return grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -36,7 +36,7 @@ class Divergence:
     ) -> None:
         self._checkpoint = checkpoint
         passages = []
-        last = checkpoint.spec.max_seq_len if checkpoint.spec.rope else 0
+        last = checkpoint.spec.max_seq_len if checkpoint.spec.ropes else 0
         for i, window in enumerate(windows):
             rows = tuple(range(len(window) - 1)[::-STRIDE])[::-1]
             start = max(0, last - len(window)) if i % 2 else 0

@@ -98,7 +98,7 @@ class LayerPair:
             self._layers.append(built.to(models.checkpoint.device).eval())
         self._rope = models.rope
         spec = models.checkpoint.spec
-        self._rope_of = spec.rope_of[layer] if spec.rope else 0
+        self._rope_of = spec.rope_of[layer] if spec.ropes else 0
         self._temperature = spec.family.temperature
 
     def advance(self, running: Running) -> None:

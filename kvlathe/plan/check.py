@@ -41,6 +41,7 @@ def check(plan: PlanData) -> None:
     _check_lanes(plan, refuse)
     _check_tiers(plan, refuse)
     _check_groups(plan, refuse)
+    _check_values_in_keys(plan, refuse)
     _check_score(plan, refuse)
     _check_compaction(plan, refuse)
     _check_stages(plan, refuse)
@@ -139,6 +140,30 @@ def _check_groups(plan: PlanData, refuse: Refuse) -> None:
     for i, group in enumerate(plan.groups):
         if problem := group.life.problem(plan.page_tokens):
             refuse(f"group {i}: {problem[0]}", problem[1])
+
+
+def _check_values_in_keys(plan: PlanData, refuse: Refuse) -> None:
+    """V that is a part of K is so in every lane, as the model has it, and pages write
+    both alike."""
+    kept = [lane for lane in plan.lanes if not lane.removed]
+    stored_once = [lane for lane in kept if lane.values_in_keys]
+    if not stored_once:
+        return
+    if not plan.model.latent or len(stored_once) < len(kept):
+        refuse(
+            f"{len(stored_once)} of {len(kept)} lanes have their V in their K",
+            "it is all of a model whose values are a part of its keys, or none",
+        )
+    for lane in stored_once:
+        if lane.rank_v > lane.rank_k or lane.projected or lane.rope != "none":
+            refuse(
+                f"layer {lane.layer} has V in K, ranks {lane.rank_k}/{lane.rank_v}",
+                "V is then the beginning of K, which nothing turns or projects",
+            )
+    for group in plan.groups:
+        for tier in group.tiers:
+            if not tier.has_one_form:
+                refuse(f"V is stored in K, in {tier}", "both then have one form")
 
 
 def _check_score(plan: PlanData, refuse: Refuse) -> None:
@@ -244,13 +269,18 @@ def _check_stages(plan: PlanData, refuse: Refuse) -> None:
 def check_sizes(plan: PlanData, refuse: Refuse) -> None:
     """The model's shape, the lanes' and groups' sizes, and every index."""
     for field in fields(plan.model):
-        if field.name in ("softcap", "sinks"):
+        if field.name in ("softcap", "sinks", "latent"):
             continue
         size = getattr(plan.model, field.name)
         if not 0 < size < MOST:
             refuse(f"the model's {field.name} is {size}", "it is a count of something")
     if plan.model.softcap < 0:
         refuse("the model's softcap is below 0", "it is a bound of scores")
+    if not 0 <= plan.model.latent <= plan.model.head_dim:
+        refuse(
+            f"the model's values are {plan.model.latent} dims of its keys",
+            f"keys have {plan.model.head_dim}",
+        )
     if plan.model.query_heads % plan.model.kv_heads:
         refuse(
             f"{plan.model.query_heads} query heads share {plan.model.kv_heads} KV heads",
@@ -279,7 +309,7 @@ def _check_lane_sizes(plan: PlanData, refuse: Refuse) -> None:
             refuse(f"a lane is filled from head {lane.fill_from}", "no such head")
         if any(not 0 <= plane < plan.model.head_dim // 2 for plane in lane.planes):
             refuse("a lane keeps a RoPE plane that no head has", "planes are numbered")
-        elements += lane.rank_k + lane.rank_v
+        elements += lane.numbers
     if elements * plan.page_tokens * 8 >= MOST:
         refuse(
             f"a page of {plan.page_tokens} tokens has {elements} numbers a token",

@@ -31,6 +31,7 @@ no state, the same page from the same tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,6 +61,8 @@ class PageMatrix:
     ``data``, ``meta`` and ``sums`` are byte offsets from the page's start: of the
     elements, the metadata and, where the format stores them, the sums of codes.
     ``key``: of this lane's noise; None: codes are rounded to the nearest.
+    ``beginning``: V that is so many dims of the K that lies here: it is read, and never
+    written; 0: the matrix is its own.
     """
 
     format: Format
@@ -69,6 +72,7 @@ class PageMatrix:
     tokens: int
     rank: int
     key: int | None = None
+    beginning: int = 0
 
     @property
     def token_major(self) -> bool:
@@ -84,6 +88,8 @@ class PageMatrix:
     @property
     def fields(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes a token) of what a token-major matrix holds for each token."""
+        if self.beginning:
+            return ()
         data = (self.data, self.format.element_bytes(self.rank))
         if not self.groups:
             return (data,)
@@ -123,6 +129,10 @@ class PageMatrix:
     def read(self, page: Bytes) -> Floats:
         """The values [tokens, rank] float32, dequantized. ``page`` is the uint8
         bytes of one page."""
+        values = self._values(page)
+        return values[:, : self.beginning] if self.beginning else values
+
+    def _values(self, page: Bytes) -> Floats:
         if not self.groups:
             return self._floats(page).astype(np.float32)
         scale, minimum = self._spread(self._metadata(page))
@@ -134,6 +144,8 @@ class PageMatrix:
         """Encode ``values`` [tokens, rank] into the page. ``position`` in the sequence:
         of the first of them, which the others follow; or of each [tokens].
         """
+        if self.beginning:
+            return
         if not self.groups:
             self._floats(page)[:] = values
             return
@@ -274,6 +286,9 @@ def matrices(
         k = PageMatrix(
             tier.k, offsets.k, offsets.k_meta, offsets.k_sums, p, lane.rank_k, key_k
         )
+        if lane.values_in_keys:
+            made[index] = (k, dataclasses.replace(k, beginning=lane.rank_v))
+            continue
         v = PageMatrix(
             tier.v, offsets.v, offsets.v_meta, offsets.v_sums, p, lane.rank_v, key_v
         )

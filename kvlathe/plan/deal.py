@@ -157,7 +157,7 @@ def _lane_shards_of(
 
 
 def _kept(lane: Lane) -> int:
-    return lane.rank_k + lane.rank_v
+    return lane.numbers
 
 
 def _loads(plan: CompressionPlan) -> dict[int, Load]:

@@ -361,6 +361,13 @@ class Tier:
         return self.k, self.v
 
     @property
+    def has_one_form(self) -> bool:
+        """Whether K and V are written alike."""
+        if self.is_coded:
+            return self.k == self.v
+        return self.bits_k == self.bits_v
+
+    @property
     def is_coded(self) -> bool:
         """Whether K or V is stored in codes."""
         return self.k.is_coded or self.v.is_coded

@@ -25,6 +25,8 @@ class Lane:
     ``fill_from``: a removed lane (ranks 0) whose output is the output of that KV head
     of the same layer; fold adds its W_O to that head's, so a removed lane costs nothing
     at run time and does not appear in Attend.
+    ``values_in_keys``: V is the first ``rank_v`` dims of K as it is cached, and no page
+    holds it apart.
     """
 
     layer: int
@@ -36,10 +38,20 @@ class Lane:
     planes: tuple[int, ...] = ()
     projected: bool = False
     fill_from: int | None = None
+    values_in_keys: bool = False
 
     @property
     def removed(self) -> bool:
         return self.rank_k == 0
+
+    def row(self, side: str) -> int:
+        """Numbers in a token's row of pages that K or V is read from ("k" or "v")."""
+        return self.rank_k if side == "k" or self.values_in_keys else self.rank_v
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token that are cached."""
+        return self.rank_k if self.values_in_keys else self.rank_k + self.rank_v
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,8 @@ class ModelShape:
     ``softcap``: scores are softcap * tanh(score / softcap) before the softmax; 0 leaves
     them (Gemma 2, arXiv 2408.00118). ``sinks``: each query head has a learned logit
     beside its scores, whose value is zero (gpt-oss; attention sinks, arXiv 2309.17453).
+    ``latent``: a value is the first so many dims of its key (MLA, arXiv 2405.04434); 0:
+    values are of their own, and as wide as keys.
     """
 
     layers: int
@@ -60,6 +74,18 @@ class ModelShape:
     max_positions: int
     softcap: float = 0.0
     sinks: bool = False
+    latent: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a value."""
+        return self.latent or self.head_dim
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of one token that the uncompressed cache of all layers holds."""
+        of_head = self.head_dim if self.latent else 2 * self.head_dim
+        return self.layers * self.kv_heads * of_head
 
     @property
     def shifts(self) -> bool:

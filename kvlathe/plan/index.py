@@ -274,11 +274,16 @@ class PlanIndex:
         return any(lane.projected for lane in self.plan.lanes)
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether V is a part of K, and no page holds it apart."""
+        return any(lane.values_in_keys for lane in self.plan.lanes)
+
+    @property
     def kept_dims(self) -> float:
         """Fraction of the head dimensions kept, K and V together (1 - p in the
         papers)."""
-        kept = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
-        return kept / (2 * self.plan.model.head_dim * len(self.plan.lanes))
+        kept = sum(lane.numbers for lane in self.plan.lanes)
+        return kept / self.plan.model.numbers
 
     # -- tiers -------------------------------------------------------------------------
     @cached_property

@@ -16,7 +16,17 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    return forms_refusal(plan) or ranking_refusal(plan)
+    return latent_refusal(plan) or forms_refusal(plan) or ranking_refusal(plan)
+
+
+def latent_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of a model whose heads share a latent."""
+    if not plan.model.latent:
+        return None
+    reason = (
+        "its heads share one latent (MLA), and no CUDA kernel reads V as a part of K"
+    )
+    return reason, "build with --backend onnxruntime, and run it on a CPU"
 
 
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -34,6 +44,8 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of what the node that ONNX Runtime and TensorRT run on a GPU does not
     compute."""
+    if refusal := latent_refusal(plan):
+        return refusal
     if plan.model.shifts:
         return None
     return (

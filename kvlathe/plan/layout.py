@@ -5,6 +5,7 @@ C++ read the same table.
     page  | layer 0: lane, lane, ... | layer 1: ... |  P tokens of every lane of the bucket, all layers
           | scores |                                   where the bucket's tokens are ranked (Bucket.scored)
     lane  | K | K metadata | V | V metadata |          each part 128-byte aligned; ranks are never padded
+          | K | K metadata |                           where V is the beginning of K (Lane.values_in_keys)
 
     address = base + page_id * page_stride[bucket] + offsets.k          (layer and lane offsets are already in them)
 
@@ -56,6 +57,16 @@ class LaneOffsets:
     groups_v: int
 
     @property
+    def k_bytes(self) -> int:
+        """Bytes of K, without metadata."""
+        return self.k_meta - self.k
+
+    @property
+    def v_bytes(self) -> int:
+        """The same of V; 0 where it is a part of K."""
+        return 0 if self.v == self.k else self.v_meta - self.v
+
+    @property
     def k_sums(self) -> int:
         """The place where sums of K's codes begin, in tiers that store them; ``v_sums``
         likewise."""
@@ -82,10 +93,15 @@ class CacheLayout:
             lane = self.plan.lanes[index]
             k = at
             k_meta = k + tier.k.data_bytes(lane.rank_k, p)
-            v = k_meta + tier.k.meta_bytes(lane.rank_k, p)
+            at = k_meta + tier.k.meta_bytes(lane.rank_k, p)
+            groups_k = tier.k.group_count(lane.rank_k, p)
+            if lane.values_in_keys:
+                shared = LaneOffsets(k, k_meta, k, k_meta, groups_k, groups_k)
+                offsets_of[index] = shared
+                continue
+            v = at
             v_meta = v + tier.v.data_bytes(lane.rank_v, p)
             at = v_meta + tier.v.meta_bytes(lane.rank_v, p)
-            groups_k = tier.k.group_count(lane.rank_k, p)
             offsets_of[index] = LaneOffsets(
                 k, k_meta, v, v_meta, groups_k, tier.v.group_count(lane.rank_v, p)
             )

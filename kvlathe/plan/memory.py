@@ -17,8 +17,7 @@ def bytes_left(layout: CacheLayout, tokens: int) -> float:
     scales, padding and hot page counted, the mean over where in its last page the
     sequence stands."""
     model, page = layout.plan.model, layout.plan.page_tokens
-    lanes = model.layers * model.kv_heads
-    a_token = 2 * 2 * lanes * model.head_dim  # K and V, two bytes a number
+    a_token = 2 * model.numbers  # two bytes a number
     lengths = range(max(1, tokens - page), max(2, tokens))
     held = [layout.bytes_for(length) / (a_token * length) for length in lengths]
     return sum(held) / len(held)
@@ -59,7 +58,6 @@ def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
     demand, model = PageDemand(layout), layout.plan.model
     steady = layout.bytes_for(tokens)
     peak = max(demand.bytes(pages) for pages in demand.moments(tokens))
-    numbers = 2 * model.layers * model.kv_heads * model.head_dim * tokens
     staged = len(layout.plan.index.passes(tokens)) > 1
     return {
         "tokens": tokens,
@@ -68,6 +66,6 @@ def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
         "peak": peak,
         "batch_steady": batch * steady,
         "batch_peak": batch * peak,
-        "uncompressed": 2 * numbers,
+        "uncompressed": 2 * model.numbers * tokens,
         "host": tokens * model.hidden_size * HOST_BYTES if staged else 0,
     }

@@ -64,8 +64,7 @@ class PlanView(BaseModel):
 def plan_view(llm: LLM, model: str) -> PlanView:
     """Nothing of it changes while the engine runs."""
     shape, bits = llm.plan.model, llm.plan.index.hot_bits
-    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    plain = numbers * bits / 8
+    plain = shape.numbers * bits / 8
     tokenizer = llm.tokenizer
     return PlanView(
         model=model,

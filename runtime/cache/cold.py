@@ -106,9 +106,11 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
     v_scales: list[Range] = []
     for k, v in matrices(layout, bucket).values():
         keys.append(_data(k))
-        values.append(_data(v))
         if k.format.is_coded:
             k_scales.append(_scales(k))
+        if v.beginning:
+            continue
+        values.append(_data(v))
         if v.format.is_coded:
             v_scales.append(_scales(v))
     tier = layout.plan.index.buckets[bucket].tier

@@ -125,7 +125,9 @@ def test_a_measurement_says_what_the_evaluation_of_the_engine_says(
     assert one.perplexity_ratio == pytest.approx(scores["perplexity_ratio"], rel=2e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt2", "gpt_oss", "mixtral", "youtu"]
+)
 def test_layer_by_layer_gives_the_logits_of_the_whole_decoder(
     family: str, tmp_path: Path
 ) -> None:

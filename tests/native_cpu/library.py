@@ -89,9 +89,7 @@ class Call:
         self.o = np.full(
             (rows, group * sum(x.rank_v for x in case.lanes)), np.nan, np.float32
         )
-        self.rows = np.full(
-            (rows, sum(x.rank_k + x.rank_v for x in case.lanes)), np.nan, hot
-        )
+        self.rows = np.full((rows, sum(x.numbers for x in case.lanes)), np.nan, hot)
         self.arrays = {
             "q": self.q, "k": self.k, "v": self.v, "cos": step.cos.numpy(), "sin": step.sin.numpy(),
             "cu_seqlens_q": step.cu_seqlens_q.numpy(), "lengths": np.ascontiguousarray(case.lengths),

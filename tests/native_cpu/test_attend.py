@@ -72,6 +72,29 @@ def test_native_mass_is_what_observed_rows_attend(
     np.testing.assert_allclose(call.mass, call.expected_mass(), rtol=3e-3, atol=3e-3)
 
 
+@pytest.mark.parametrize(
+    "tier",
+    [
+        Tier(16, 16),
+        Tier(8, 8, "token", "token", 64, 64),
+        Tier(4, 4, "rank", "rank", 64, 64),
+    ],
+    ids=str,
+)
+def test_one_key_of_a_latent_serves_every_query_head(
+    native: Native, tier: Tier
+) -> None:
+    """As DeepSeek V3 has it: a latent of 512 and 64 dims that turn."""
+    lane = Lane(0, 0, 576, 576, 512, "none", values_in_keys=True)
+    plan = plan_of([lane], [Group((0,), Tier(32, 32), (tier,), SEAL)], 576, 64, 64)
+    case = Case(plan, 0, [1, 3], [[7, 128], [30, 64]], seed=3)
+    out, rows = Call(case).run(native)
+    expected, packed = case.expected()
+    np.testing.assert_allclose(rows, packed, rtol=2e-3, atol=2e-3)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-3 * scale)
+
+
 def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) -> None:
     """The step's rows, and nothing else, were written: at the places after each length
     in the fresh buckets."""
@@ -88,10 +111,10 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
             for i in range(count):
                 page, place = divmod(int(case.lengths[b, bucket]) + i, plan.page_tokens)
                 start = int(call.tables[bucket][b, page]) * layout.page_stride[bucket]
-                for at, rank, column in (
-                    (offsets.k, lane.rank_k, k_at[h]),
-                    (offsets.v, lane.rank_v, v_at[h]),
-                ):
+                places = [(offsets.k, lane.rank_k, k_at[h])]
+                if not lane.values_in_keys:
+                    places.append((offsets.v, lane.rank_v, v_at[h]))
+                for at, rank, column in places:
                     data = np.ascontiguousarray(rows[row, column : column + rank]).view(
                         np.uint8
                     )

@@ -46,6 +46,8 @@ def plan_of(
 ) -> CompressionPlan:
     layers, heads = lanes[-1].layer + 1, lanes[-1].head + 1
     shape = ModelShape(layers, heads * group, heads, head_dim, 64, 97, 256)
+    if any(lane.values_in_keys for lane in lanes):
+        shape = dataclasses.replace(shape, latent=head_dim // 2)
     return CompressionPlan(
         shape,
         tuple(lanes),
@@ -76,6 +78,7 @@ def plans(
     )
     kinds = st.one_of(st.just(ROPES), *(st.just((rope,)) for rope in ROPES))
     kind, projected = draw(kinds), draw(st.booleans())
+    once = kind == ("none",) and not projected and draw(st.booleans())
     lanes = []
     for layer in range(2):
         for head in range(heads):
@@ -90,7 +93,7 @@ def plans(
             )
             width = 2 * len(chosen) or head_dim
             rank_k = 16 * draw(st.integers(1, 3)) if projected else -(-width // 16) * 16
-            rank_v = 16 * draw(st.integers(1, 3))
+            rank_v = 16 * draw(st.integers(1, rank_k // 16 if once else 3))
             lanes.append(
                 Lane(
                     layer,
@@ -101,13 +104,15 @@ def plans(
                     rope,
                     tuple(sorted(chosen)),
                     projected,
+                    values_in_keys=once,
                 )
             )
     hot: Bits = draw(st.sampled_from(HOT_BITS))
     groups = draw(st.sampled_from(groupings(lanes, Tier(hot, hot))))
     for i, one in enumerate(groups):
         if not one.cold and draw(st.booleans()):
-            cold = (draw(quantized_tiers(arithmetic)),)
+            tier = draw(quantized_tiers(arithmetic))
+            cold = (one_form(tier) if once else tier,)
             groups[i] = dataclasses.replace(one, cold=cold, life=SEAL)
     page = draw(st.sampled_from([16, 32]))
     plan = plan_of(lanes, groups, head_dim, group, page)
@@ -119,6 +124,29 @@ def plans(
     if kind == "compacting":
         return compacting(plan)
     return plan if kind == "plain" else observing(plan)
+
+
+def one_form(tier: Tier) -> Tier:
+    """The tier where V is written as K is."""
+    k = tier.k
+    return dataclasses.replace(
+        tier,
+        bits_v=k.bits,
+        axis_v=k.axis,
+        group_v=k.group,
+        span_v=k.span,
+        coding_v=k.coding,
+        sums=False,
+    )
+
+
+def stored_once(plan: CompressionPlan, once: bool) -> CompressionPlan:
+    """The plan where V is the beginning of K, or else apart."""
+    lanes = tuple(
+        dataclasses.replace(lane, values_in_keys=once and not lane.removed)
+        for lane in plan.lanes
+    )
+    return dataclasses.replace(plan, lanes=lanes)
 
 
 def scored(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
@@ -267,7 +295,12 @@ class Case:
             for lane in self.lanes
         ]
         self.k = [normal(size=(self.total, lane.input_dim)) for lane in self.lanes]
-        self.v = [normal(size=(self.total, lane.rank_v)) for lane in self.lanes]
+        self.v = [
+            padded(k, lane.rank_k)[:, : lane.rank_v]
+            if lane.values_in_keys
+            else normal(size=(self.total, lane.rank_v))
+            for lane, k in zip(self.lanes, self.k, strict=True)
+        ]
         self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
         self.projections = [self._projection(lane) for lane in self.lanes]
         shape = (len(self.lanes), plan.model.group_size)
@@ -379,7 +412,8 @@ class Case:
                 )
                 for q, sink in zip(qs, sinks, strict=True)
             ]
-        return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
+        rows = keys if self.plan.index.values_in_keys else keys + values
+        return np.concatenate(outs, 1), np.concatenate(rows, 1)
 
     def expected_mass(self) -> Array:
         """Observed attention [B, H, N] in float64, head by head and row by row: its
@@ -520,12 +554,11 @@ class Case:
         k = (tier.k, lane.rank_k, offsets.k, offsets.k_meta, sums[0])
         v = (tier.v, lane.rank_v, offsets.v, offsets.v_meta, sums[1])
         seen: tuple[list[Array], list[Array]] = ([], [])
+        parts = [(seen[0], k)] if lane.values_in_keys else [(seen[0], k), (seen[1], v)]
         for j, page in enumerate(pages):
             left = length - j * self.plan.page_tokens
             base = int(page) * self.layout.page_stride[bucket]
-            for found, (form, rank, at, meta, own_sums) in zip(
-                seen, (k, v), strict=True
-            ):
+            for found, (form, rank, at, meta, own_sums) in parts:
                 if form.is_coded:
                     summed = None if own_sums is None else base + own_sums
                     codes = self._codes(form, rank, base + at, base + meta, summed)
@@ -534,9 +567,10 @@ class Case:
                     count = min(left, self.plan.page_tokens)
                     found.append(self._floats(base + at, count, rank, form.bits))
         empty = np.zeros((0, lane.rank_k)), np.zeros((0, lane.rank_v))
-        return np.concatenate([empty[0], *seen[0]]), np.concatenate(
-            [empty[1], *seen[1]]
-        )
+        keys = np.concatenate([empty[0], *seen[0]])
+        if lane.values_in_keys:
+            return keys, keys[:, : lane.rank_v]
+        return keys, np.concatenate([empty[1], *seen[1]])
 
     def _floats(self, at: int, tokens: int, rank: int, bits: int) -> Array:
         x = self.rng.normal(size=(tokens, rank)).astype(
@@ -633,6 +667,11 @@ def _threes(lines: npt.NDArray) -> npt.NDArray[np.uint8]:
 
 def split(line: npt.NDArray, sizes: tuple[int, ...] | list[int]) -> list[npt.NDArray]:
     return np.split(line, np.cumsum(sizes)[:-1])
+
+
+def padded(x: Array, width: int) -> Array:
+    """x [T, n] with zeros up to ``width``."""
+    return np.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
 def rounded(x: Array, bits: int) -> Array:

@@ -40,6 +40,7 @@ YARN = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
+LATENT_YARN = {"mscale": 0.7, "mscale_all_dim": 0.7}
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
 SMALL = ("hidden_size", "intermediate_size", "num_attention_heads")
 SMALL += ("image_size", "patch_size")
@@ -137,6 +138,13 @@ def sizes(
         | given
         | more
     )
+
+
+def latent(**more: object) -> dict[str, Any]:
+    """Settings of heads that share a latent: 4 of 16 + 8 dims, values of 20."""
+    own = {"kv_lora_rank": 32, "q_lora_rank": 40, "qk_nope_head_dim": 16}
+    own |= {"qk_rope_head_dim": 8, "v_head_dim": 20, "rope_theta": 1e4}
+    return sizes(64, 4, 4) | own | more
 
 
 def longrope(planes: int) -> dict[str, Any]:
@@ -413,6 +421,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral3",
         sizes(64, 4, 2, 32, rope_parameters=YARN | TEMPERATURE),
     ),
+    "mistral4-images": (
+        "Mistral3",
+        {
+            "text_config": latent(first_k_dense_replace=1, **GROUPED)
+            | {"model_type": "mistral4"}
+            | {"rope_parameters": YARN | LATENT_YARN | TEMPERATURE},
+            "vision_config": dict.fromkeys(SMALL, 8)
+            | {"model_type": "pixtral", "num_hidden_layers": 1},
+        },
+    ),
     "ministral3-images": (
         "Mistral3",
         {
@@ -547,6 +565,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(64, 4, 2, 32, **GROUPED)
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        latent(q_lora_rank=None, num_hidden_layers=3, **GROUPED)
+        | {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+    ),
+    "deepseek_v2-greedy": (
+        "DeepseekV2",
+        latent(rope_scaling=YARN | LATENT_YARN, attention_bias=True, **GROUPED),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        latent(num_hidden_layers=3, attention_bias=True, **GROUPED)
+        | {"first_k_dense_replace": 1, "rope_scaling": YARN | LATENT_YARN},
+    ),
+    "deepseek_v3-halves": (
+        "DeepseekV3",
+        latent(q_lora_rank=None, rope_interleave=False, kv_lora_rank=24, **GROUPED)
+        | {"first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        latent(num_hidden_layers=3, **GROUPED),
+    ),
+    "axk1": ("AXK1", latent(num_hidden_layers=3, **GROUPED)),
+    "youtu": ("Youtu", latent(attention_bias=True)),
+    "minicpm3": (
+        "MiniCPM3",
+        latent(scale_emb=3, scale_depth=1.1, dim_model_base=32),
+    ),
     "solar_open": (
         "SolarOpen",
         sizes(64, 4, 2, 32, n_shared_experts=2, **GROUPED),
@@ -634,6 +681,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 class prefix, config)."""
 
 
+OWN_HEADS = tuple(
+    name
+    for name, (_, settings) in FAMILIES.items()
+    if "kv_lora_rank" not in settings.get("text_config", settings)
+)
+"""Those whose heads have keys and values of their own."""
+
+
 def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:
     """Write checkpoint ``name`` of FAMILIES to ``folder``; return the reference model,
     float32."""
@@ -679,11 +734,9 @@ def full_plan(
 ) -> CompressionPlan:
     """Every dim of every lane kept, ranks rounded up to 16; one group, page 16."""
     d = shape.head_dim
-    rank = -(-d // 16) * 16
+    ranks = (-(-d // 16) * 16, -(-shape.value_dim // 16) * 16)
     lanes = tuple(
-        Lane(
-            layer, head, d, rank, rank, "full" if rope else "none", projected=projected
-        )
+        Lane(layer, head, d, *ranks, "full" if rope else "none", projected=projected)
         for layer in range(shape.layers)
         for head in range(shape.kv_heads)
     )

@@ -6,7 +6,8 @@
  *     address = pool + page_id * page_stride + offset
  *
  * with offsets from a page's start in bytes, and a lane table row is (layer, head, rank_k, rank_v,
- * k, k_meta, v, v_meta, groups_k, groups_v), int32 each. One call handles one layer: pass the rows
+ * k, k_meta, v, v_meta, groups_k, groups_v), int32 each. Where v is k, V is the first rank_v numbers
+ * of K's rows (on CPUs). One call handles one layer: pass the rows
  * of that layer only.
  *
  * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one,

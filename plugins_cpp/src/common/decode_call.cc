@@ -92,11 +92,12 @@ std::vector<Head> checked_lanes(const kvlathe_attend_decode_args& a) {
       require(i == 0 || rows[i].head > rows[i - 1].head, KVLATHE_BAD_ARGUMENT,
               "a part's lanes are not sorted by head, or not of one layer");
       check_lane(rows[i], format_k(part), format_v(part), a.page_tokens, part.page_stride);
-      const Head fresh{rows[i].rank_k, rows[i].rank_v, 0, 0, {}};
+      const Head fresh{rows[i].rank_k, rows[i].rank_v, 0, 0, {}, false};
       Head& head = by_head.try_emplace(rows[i].head, fresh).first->second;
       require(head.rank_k == rows[i].rank_k && head.rank_v == rows[i].rank_v, KVLATHE_BAD_ARGUMENT,
               "head " + std::to_string(rows[i].head) + " has different ranks in two parts");
       head.lane[p] = &rows[i];
+      head.values_in_keys = head.values_in_keys || values_in_keys(rows[i]);
     }
   }
   check_lane_count(int64_t(by_head.size()));

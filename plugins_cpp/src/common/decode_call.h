@@ -16,6 +16,7 @@ struct Head {
   int32_t rank_k, rank_v;
   int64_t q_offset, o_offset;
   const LaneRow* lane[KVLATHE_MAX_PARTS];
+  bool values_in_keys;  // in some part
 
   // The part in each of its slots; -1: none. Where a call has as few parts as a lane has slots, part
   // i is in slot i. Else lanes name their parts, in their order. Refuses a head in more parts.

@@ -46,6 +46,10 @@ void check_lane(const LaneRow& row, const Format& k, const Format& v, int64_t pa
     if (offset >= 0 && offset % kOffsetBytes == 0) continue;
     throw Refusal(KVLATHE_MISALIGNED, where() + " has an offset that is no multiple of 128 bytes");
   }
+  const bool alike =
+      k.bits == v.bits && (!k.quantized() || (k.axis == v.axis && k.group == v.group));
+  require(!values_in_keys(row) || (alike && row.v_meta == row.k_meta && row.rank_v <= row.rank_k),
+          KVLATHE_BAD_ARGUMENT, where() + " has V in the place of K, and is no part of it");
   const int64_t ends[] = {
       row.k + slab_bytes(row.rank_k, page_tokens, k.bits),
       row.v + slab_bytes(row.rank_v, page_tokens, v.bits),

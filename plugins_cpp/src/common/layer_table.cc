@@ -32,9 +32,7 @@ Layer::Layer(std::vector<int32_t> numbers) : table(std::move(numbers)) {
           KVLATHE_BAD_ARGUMENT, "the layer table is too short");
   read_lanes();
   read_buckets();
-  for (const Lane& lane : lanes)
-    require(buckets[lane.fresh].rows[&lane - lanes.data()], KVLATHE_BAD_ARGUMENT,
-            "a lane is not in its fresh bucket");
+  place_rows();
   order.resize(lanes.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
@@ -56,7 +54,7 @@ void Layer::read_lanes() {
   const auto* forms =
       reinterpret_cast<const LaneForm*>(table.data() + sizeof head / sizeof(int32_t));
   for (int32_t h = 0; h < head.lanes; ++h) {
-    Lane lane{{forms[h]}, q_width, k_width, v_width, o_width, 0, 0, nullptr};
+    Lane lane{{forms[h]}, false, q_width, k_width, v_width, o_width, 0, 0, nullptr};
     const std::string where = "the lane of head " + std::to_string(lane.head);
     require(is_rank(lane.rank_k) && is_rank(lane.rank_v), KVLATHE_BAD_ARGUMENT,
             where + " has ranks that are no multiples of 16 up to " + std::to_string(kMostRank));
@@ -86,8 +84,20 @@ void Layer::read_lanes() {
     widest_v = std::max(widest_v, lane.rank_v);
     lanes.push_back(lane);
   }
-  for (Lane& lane : lanes) lane.rows_k_at = rows_width, rows_width += lane.rank_k;
-  for (Lane& lane : lanes) lane.rows_v_at = rows_width, rows_width += lane.rank_v;
+}
+
+// Where a token's new K and V lie: K of all lanes, then V of those whose V is no part of their K.
+void Layer::place_rows() {
+  for (Lane& lane : lanes) {
+    const LaneRow* fresh = buckets[lane.fresh].rows[&lane - lanes.data()];
+    require(fresh, KVLATHE_BAD_ARGUMENT, "a lane is not in its fresh bucket");
+    lane.values_in_keys = values_in_keys(*fresh);
+    lane.rows_k_at = rows_width, rows_width += lane.rank_k;
+  }
+  for (Lane& lane : lanes) {
+    lane.rows_v_at = lane.values_in_keys ? lane.rows_k_at : rows_width;
+    if (!lane.values_in_keys) rows_width += lane.rank_v;
+  }
 }
 
 void Layer::read_buckets() {

@@ -11,7 +11,7 @@
 
 namespace kvlathe {
 
-constexpr int32_t kTableVersion = 2;
+constexpr int32_t kTableVersion = 3;
 constexpr int32_t kNoEnd = KVLATHE_NO_END;
 
 struct TableHeader {
@@ -31,6 +31,7 @@ struct BucketForm {
 
 // A lane, and where its columns start in the packed rows of q, k, v, o and rows.
 struct Lane : LaneForm {
+  bool values_in_keys;  // rows_v_at is then rows_k_at
   int64_t q_at, k_at, v_at, o_at, rows_k_at, rows_v_at;
   const int32_t* planes;  // null: plane i turns pair i
 
@@ -65,6 +66,7 @@ struct Layer {
   std::vector<bool> buckets_of(int32_t lane) const;
   void read_lanes();
   void read_buckets();
+  void place_rows();
 };
 
 }  // namespace kvlathe

@@ -64,8 +64,9 @@ inline void check_lane_count(int64_t count) {
                                          std::to_string(kMaxLanes) + " are possible");
 }
 
-// What the CUDA kernels hold of one lane.
-inline void check_cuda_ranks(int32_t rank_k, int32_t rank_v) {
+// What the CUDA kernels hold of one lane, whose V may be `in_keys` (values_in_keys of lanes.h).
+inline void check_cuda_lane(int32_t rank_k, int32_t rank_v, bool in_keys) {
+  require(!in_keys, KVLATHE_UNSUPPORTED, "a lane's V is a part of its K, which only CPUs read");
   if (rank_k <= kMaxRank && rank_v <= kMaxRank) return;
   throw Refusal(KVLATHE_UNSUPPORTED, "a rank is above " + std::to_string(kMaxRank));
 }

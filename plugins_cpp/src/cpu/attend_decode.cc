@@ -41,7 +41,7 @@ uint32_t packed_code(const uint8_t* row, int64_t index, int64_t count, int bits)
 struct Slab {
   const uint8_t* data;
   const uint16_t* meta;
-  int32_t element, bits, axis, group, rank, page_tokens;
+  int32_t element, bits, axis, group, rank, page_tokens;  // rank: numbers in a row
 
   // Groups along the rank are near-equal multiples of 16 channels (kvlathe/plan/layout.py,
   // groups_along_rank).
@@ -115,8 +115,8 @@ struct Call {
     if (keys)
       return {page + row.k, meta,         args.element, part.bits_k,
               part.axis_k,  part.group_k, row.rank_k,   args.page_tokens};
-    return {page + row.v, meta,         args.element, part.bits_v,
-            part.axis_v,  part.group_v, row.rank_v,   args.page_tokens};
+    return {page + row.v, meta,         args.element,       part.bits_v,
+            part.axis_v,  part.group_v, row_of_values(row), args.page_tokens};
   }
 
   // Visits every cached token of one lane that is seen: visit(slab of its page, token within the page).

@@ -45,8 +45,10 @@ Rows AttendStep::rows(int32_t b, int32_t h, const Block& at, bool keys) const {
   if (keys)
     return rows_of(start, row.k, row.k_meta, row.rank_k, format_k(bucket), page_tokens, within,
                    at.count);
-  return rows_of(start, row.v, row.v_meta, row.rank_v, format_v(bucket), page_tokens, within,
-                 at.count);
+  Rows values = rows_of(start, row.v, row.v_meta, row_of_values(row), format_v(bucket), page_tokens,
+                        within, at.count);
+  (values.by_channel ? values.rows : values.inner) = row.rank_v;  // of a part of K the beginning
+  return values;
 }
 
 // What queries first_query .. last_query of a sequence's step see: the window of the first, and the

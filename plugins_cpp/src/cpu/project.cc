@@ -79,12 +79,14 @@ void AttendStep::append(int64_t row, int32_t b, int32_t h, const float* keys) co
   uint8_t* page_start = page(b, lane.fresh, place);
   kernels.store(keys, centre, lane.rank_k, bits,
                 page_start + slab.k + within * lane.rank_k * bytes);
-  kernels.store(values, nullptr, lane.rank_v, bits,
-                page_start + slab.v + within * lane.rank_v * bytes);
+  if (!lane.values_in_keys)
+    kernels.store(values, nullptr, lane.rank_v, bits,
+                  page_start + slab.v + within * lane.rank_v * bytes);
   if (!a.rows) return;
   uint8_t* out = static_cast<uint8_t*>(a.rows) + row * layer.rows_width * bytes;
   kernels.store(keys, centre, lane.rank_k, bits, out + lane.rows_k_at * bytes);
-  kernels.store(values, nullptr, lane.rank_v, bits, out + lane.rows_v_at * bytes);
+  if (!lane.values_in_keys)
+    kernels.store(values, nullptr, lane.rank_v, bits, out + lane.rows_v_at * bytes);
 }
 
 // Padding rows stay zero: whoever multiplies them on should meet no denormals.

@@ -124,7 +124,7 @@ extern "C" int32_t kvlathe_cpu_seal(const kvlathe_cpu_seal_args* args, kvlathe_s
     run_items({}, args->threads, lanes * args->page_count, [&](int64_t i) {
       const LaneRow& lane = lanes_of(*args->target)[i % lanes];
       seal_slab(*args, kernels, args->pages[i / lanes], lane, 0);
-      seal_slab(*args, kernels, args->pages[i / lanes], lane, 1);
+      if (!values_in_keys(lane)) seal_slab(*args, kernels, args->pages[i / lanes], lane, 1);
     });
   });
 }

@@ -216,7 +216,7 @@ class DeviceSession(DevicePages, Session):
 
     def _allocate_outputs(self) -> Bindings:
         """Arrays that ``compute`` writes beside the logits."""
-        width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
+        width = sum(lane.numbers for lane in self.plan.lanes)
         tokens = max(self.limits.max_num_tokens, self.limits.max_batch_size)
         arrays: dict[str, DeviceArray] = {}
         if "rows" in self.compute.outputs:

@@ -61,7 +61,7 @@ class Graph:
         widths = dict.fromkeys(POOLS, self.plan.index.unit) | {
             "lengths": len(self.buckets),
             "logits": self.plan.model.vocab_size,
-            "rows": sum(lane.rank_k + lane.rank_v for lane in lanes),
+            "rows": sum(lane.numbers for lane in lanes),
         }
         graph = (*self._session.get_inputs(), *self._session.get_outputs())
         for entry in graph:

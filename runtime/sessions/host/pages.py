@@ -80,7 +80,7 @@ class HostPages(PageMover):
         self.matrices = [matrices(layout, b) for b in range(len(layout.page_stride))]
         self.page_scores = PageScores(layout, self.rows)
         self.hot = FLOATS[self.plan.index.hot_bits]
-        self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
+        self.row_width = sum(lane.numbers for lane in self.plan.lanes)
         self.views = typed_views(self.memory, unit)
         if size // (unit * self.hot.itemsize) > INT32_UNITS:
             most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
@@ -121,6 +121,8 @@ class HostPages(PageMover):
         size, cells = self._cell.itemsize, []
         for index, pair in self.matrices[bucket].items():
             for matrix, start in zip(pair, starts[index], strict=True):
+                if matrix.beginning:
+                    continue
                 n = matrix.rank // self._grain
                 cells += [
                     (start // self._grain + i, matrix.data // size + i, n)
@@ -348,14 +350,16 @@ def aligned_bytes(rows: int, stride: int) -> npt.NDArray[np.uint8]:
 
 def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
     """The places where K and V of each kept lane of a stage begin in a token's row:
-    layer by layer, K of all lanes, then V."""
+    layer by layer, K of all lanes, then V. V that is a part of K has no place of its
+    own, and begins where K does."""
     offsets, at, heads = {}, 0, plan.model.kv_heads
     for layer in plan.index.layers_of(stage):
         indices = [layer * heads + lane.head for lane in plan.index.active(layer)]
         k, v = at, at + sum(plan.lanes[i].rank_k for i in indices)
         for i in indices:
-            offsets[i] = (k, v)
-            k, v = k + plan.lanes[i].rank_k, v + plan.lanes[i].rank_v
+            lane = plan.lanes[i]
+            offsets[i] = (k, k if lane.values_in_keys else v)
+            k, v = k + lane.rank_k, v + lane.numbers - lane.rank_k
         at = v
     return offsets
 

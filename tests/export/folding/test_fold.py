@@ -24,7 +24,7 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.checkpoints import (
-    FAMILIES,
+    OWN_HEADS,
     make,
     make_model,
     random_basis,
@@ -51,7 +51,7 @@ def expected_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OWN_HEADS)
 @pytest.mark.parametrize(
     ("projected", "orthogonal"),
     rest_nightly(
@@ -86,7 +86,7 @@ def plane_scales(plan: CompressionPlan) -> Basis:
     return basis
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "gpt2" not in name])
+@pytest.mark.parametrize("name", [name for name in OWN_HEADS if "gpt2" not in name])
 def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) -> None:
     folder, model = reference(name)
     checkpoint = Checkpoint(folder)
@@ -150,7 +150,7 @@ def test_folding_at_full_rank_changes_no_logit_of_any_shape(
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OWN_HEADS)
 def test_the_identity_plan_leaves_every_weight_as_it_was(
     name: str, reference: Reference
 ) -> None:

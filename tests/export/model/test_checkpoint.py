@@ -18,7 +18,7 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.tensor_files import forget
 from kvlathe.export.model.tensors import made
-from tests.support.checkpoints import FAMILIES, make_model, sizes, whole_plan
+from tests.support.checkpoints import OWN_HEADS, make_model, sizes, whole_plan
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -43,7 +43,7 @@ def logits(folder: Path) -> torch.Tensor:
     return decoder_from(checkpoint, plan, Basis()).logits(range(30), range(30))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OWN_HEADS)
 def test_every_weight_is_there_once_in_the_decoders_shape(
     name: str, reference: Reference
 ) -> None:

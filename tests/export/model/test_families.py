@@ -4,6 +4,7 @@ otherwise is refused."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,29 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.families import SUPPORTED
 from kvlathe.export.families.gpt_oss import gpt_oss
-from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
-from kvlathe.export.model.spec import read_spec
-from tests.support.checkpoints import FAMILIES, longrope, make_model, sizes, whole_plan
+from kvlathe.export.model.spec import DecoderSpec, read_spec
+from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
+from tests.support.checkpoints import (
+    FAMILIES,
+    latent,
+    longrope,
+    make_model,
+    sizes,
+    whole_plan,
+)
 
 TOLERANCE = 1e-4
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -77,6 +89,8 @@ def test_layer_runner_shows_what_the_reference_caches(
     x = embed(checkpoint, ids, positions)
     order = spec.rope.order if spec.rope else list(range(spec.head_dim))
     for i, cached in enumerate(expected.past_key_values.layers):
+        if spec.family.latent is not None:
+            cached = of_latent(spec, cached)
         torch.testing.assert_close(
             x, expected.hidden_states[i][0], atol=TOLERANCE, rtol=0
         )
@@ -91,6 +105,16 @@ def test_layer_runner_shows_what_the_reference_caches(
         values = cached.values[0, ::repeat].transpose(0, 1)
         torch.testing.assert_close(k[kept], keys, atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(v[kept], values, atol=TOLERANCE, rtol=0)
+
+
+def of_latent(spec: DecoderSpec, cached: DynamicLayer) -> SimpleNamespace:
+    """Keys and values of a cache that holds latents in place of keys, and keys that
+    turn in place of values. DeepSeek V2 keeps neighbours that turn side by side."""
+    latents, turned = cached.keys, cached.values
+    assert latents is not None and turned is not None
+    if spec.model_type == "deepseek_v2":
+        turned = turned[..., spec.ropes[0].order]
+    return SimpleNamespace(keys=torch.cat([latents, turned], -1), values=latents)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -119,6 +143,11 @@ FAR = {
     "partial": (
         "Phi3",
         {"rope_scaling": longrope(12), "partial_rotary_factor": 0.75, **PHI},
+    ),
+    "latent": (
+        "Youtu",
+        latent(rope_scaling=YARN | {"mscale_all_dim": 1.0}, rope_theta=1e6)
+        | {"max_position_embeddings": 131072},
     ),
     "yarn-new-style": (
         "Qwen3",
@@ -217,7 +246,10 @@ REFUSED = {
         config_of("llama", architectures=["LlamaForSequenceClassification"]),
         "SequenceClassification",
     ),
-    "latent": (config_of("deepseek_v3", kv_lora_rank=8), "share one latent"),
+    "latent": (config_of("minimax", kv_lora_rank=8), "share one latent"),
+    "indexer": (config_of("deepseek_v32", index_topk=8), "an indexer chooses"),
+    "two attentions": (config_of("longcat_flash"), "two attentions"),
+    "choice of experts": (config_of("deepseek_v2", topk_method="best"), "'best'"),
     "state": (config_of("mamba"), "keep a state"),
     "sinks": (config_of("mimo_v2_flash"), "softmax has sinks"),
     "other codes": (
@@ -278,6 +310,34 @@ def test_settings_that_would_change_what_a_model_computes_are_refused(
     (tmp_path / "evil.py").write_text("raise SystemExit('the folder was executed')")
     with pytest.raises(KvlatheError, match=said):
         read_spec(tmp_path)
+
+
+def test_coded_maps_of_a_latent_are_those_of_the_decoder(
+    reference: Reference,
+) -> None:
+    checkpoint, form = Checkpoint(reference("youtu")[0]), WeightFormat("int8", 32)
+    plan, formats = whole_plan(checkpoint.spec), WeightFormats(form)
+    coded = CodedWeights(fold(checkpoint, plan, Basis()), formats, torch.float32)
+    decoder = Decoder(checkpoint.spec, plan, formats=formats)
+    assert {*coded} == {*decoder.state_dict()}
+
+
+def test_text_of_kimi_is_deepseeks(reference: Reference, tmp_path: Path) -> None:
+    """As published: under names of its own, beside parts that read images."""
+    folder, _ = reference("deepseek_v3")
+    text = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": text})
+    )
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    named = {f"language_model.{name}": x for name, x in tensors.items()}
+    named |= {"vision_tower.w": torch.ones(2), "mm_projector.w": torch.ones(2)}
+    save_file(named, tmp_path / "model.safetensors")
+    ours, theirs = Checkpoint(tmp_path), Checkpoint(folder)
+    assert ours.weights == theirs.weights
+    for name in ours.weights:
+        assert torch.equal(ours.weight(name), theirs.weight(name)), name
 
 
 @pytest.mark.parametrize("length", [0, -1, 513])

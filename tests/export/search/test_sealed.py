@@ -24,6 +24,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Divide
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_score import ObservationWindow
+from tests.support.attend_cases import plan_of
 from tests.support.runtime_cases import MODEL, decoder, llm, model_shape, plans, text
 
 PAGE = 64
@@ -90,6 +91,22 @@ def test_sealed_numbers_in_torch_are_those_of_the_codec(
             part.write(row, given_side[at : at + page], at)
             expected = part.read(row) if part.groups else given_side[at : at + page]
             np.testing.assert_array_equal(read[at : at + page].numpy(), expected)
+
+
+def test_sealed_values_that_lie_in_keys_are_read_there() -> None:
+    """Groups of keys end elsewhere than groups of values alone would."""
+    tier, page = Tier(4, 4, "rank", "rank", 64, 64), 16
+    lane = Lane(0, 0, 144, 144, 80, "none", values_in_keys=True)
+    groups = (Group((0,), Tier(16, 16), (tier,), SEAL),)
+    plan = plan_of([lane], groups, 144, 2, page)
+    keys = torch.randn(2 * page, 144, generator=torch.manual_seed(1))
+    k, v = sealed.Seal(plan, lane, tier)(keys, keys[:, :80])
+    layout = CacheLayout(plan)
+    (parts,) = codec.matrices(layout, 1).values()
+    row = np.zeros(layout.page_stride[1], np.uint8)
+    parts[0].write(row, keys[:page].numpy())
+    for part, read in zip(parts, (k, v), strict=True):
+        np.testing.assert_array_equal(read[:page].numpy(), part.read(row))
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnx"])

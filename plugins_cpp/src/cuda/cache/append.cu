@@ -271,7 +271,7 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
 AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe_append_args& a) {
   const Lane& lane = layer.lanes[h];
   const std::string where = "the lane of head " + std::to_string(lane.head);
-  check_cuda_ranks(lane.rank_k, lane.rank_v);
+  check_cuda_lane(lane.rank_k, lane.rank_v, lane.values_in_keys);
   require(lane.input_dim <= kMaxInput, KVLATHE_UNSUPPORTED,
           where + " is wider than " + std::to_string(kMaxInput) + " before its projection");
   require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT,

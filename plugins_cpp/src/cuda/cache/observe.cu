@@ -98,7 +98,7 @@ ObserveParams params_of(const kvlathe_observe_args& a, const std::vector<Head>& 
         part.page_table_stride, part.fresh,   side_of(format_k(call.parts[i]))};
   }
   for (size_t h = 0; h < heads.size(); ++h) {
-    check_cuda_ranks(heads[h].rank_k, heads[h].rank_v);
+    check_cuda_lane(heads[h].rank_k, heads[h].rank_v, heads[h].values_in_keys);
     p.head[h].q_offset = int32_t(heads[h].q_offset), p.head[h].rank = heads[h].rank_k;
     // Rows 16 bytes apart in the banks: the words of a product's factor lie in different ones.
     p.pitch = std::max(p.pitch, 2 * heads[h].rank_k + 16);

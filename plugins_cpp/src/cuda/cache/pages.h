@@ -22,7 +22,8 @@ inline void check_pages(const kvlathe_part& part, int32_t page_tokens, const voi
   require(!is_single(part.bits_k) && !is_single(part.bits_v), KVLATHE_UNSUPPORTED,
           "a part has 32 bits: CUDA pages have 16 or fewer");
   for (int32_t i = 0; i < part.lane_count; ++i) {
-    check_cuda_ranks(lanes_of(part)[i].rank_k, lanes_of(part)[i].rank_v);
+    const LaneRow& lane = lanes_of(part)[i];
+    check_cuda_lane(lane.rank_k, lane.rank_v, values_in_keys(lane));
   }
 }
 

@@ -77,7 +77,7 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
     if (any_quantized(a.parts[i])) check_codes(a);
   }
   for (const Head& head : heads) {
-    check_cuda_ranks(head.rank_k, head.rank_v);
+    check_cuda_lane(head.rank_k, head.rank_v, head.values_in_keys);
   }
 }
 

@@ -15,7 +15,7 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   const kvlathe_prompts& prompts = *a.prompts;
   check_element(a.element);
   for (const Head& head : heads) {
-    check_cuda_ranks(head.rank_k, head.rank_v);
+    check_cuda_lane(head.rank_k, head.rank_v, head.values_in_keys);
   }
   for (int i = 0; i < a.part_count; ++i) {
     if (any_quantized(a.parts[i])) check_codes(a);
