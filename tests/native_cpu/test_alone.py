@@ -20,8 +20,8 @@ from tests.native_cpu.test_many_buckets import on_128
 from tests.support.emulated import emulated_kernels
 from tests.support.nightly import rest_nightly
 
-pytestmark = pytest.mark.slow
-"""Their kernels are compiled first."""
+pytestmark = pytest.mark.nightly
+"""Their kernels are compiled first, which takes half a minute."""
 
 RANKS = [(16, 32), (96, 16), (64, 80), (112, 128)]
 NEVER = str(1 << 30)

@@ -46,6 +46,9 @@ from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL
 from tests.support.tiers import with_tiers
 
+pytestmark = pytest.mark.nightly
+"""Kernels for GPUs, run on a CPU: minutes."""
+
 SOME = rest_nightly(laws.KINDS, "sealed compacted")
 """Laws of whole answers take long thread by thread: all kinds nightly, and on a GPU."""
 

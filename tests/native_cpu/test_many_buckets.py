@@ -48,8 +48,8 @@ from tests.support.mixed_cases import mixed_steps, model_plan
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL, forced, text
 
-pytestmark = pytest.mark.slow
-"""Their kernels are compiled first."""
+pytestmark = pytest.mark.nightly
+"""Their kernels are compiled first, which takes half a minute."""
 
 SOME = settings(
     deadline=None,

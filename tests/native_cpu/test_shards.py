@@ -28,6 +28,9 @@ from tests.support.host_shards import (
 from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import MODEL, forced, text
 
+pytestmark = pytest.mark.nightly
+"""Kernels for GPUs, run on a CPU: minutes."""
+
 SIZES = rest_nightly([2, 4], 2)
 OTHER_HEADS = ("llama-biased-d80-mqa", "qwen2-g7", "falcon-40b")
 ARCHITECTURES = [name for name in OWN_HEADS if "-" not in name or name in OTHER_HEADS]
