@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, ThoughtForm
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.fields import Json
-from kvlathe.server.pieces import Piece, beginning_of, first_of
+from kvlathe.server.pieces import Piece, StepReader, beginning_of, first_of
 from kvlathe.server.tools import new_call_id, parse_arguments
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -72,18 +72,17 @@ class HarmonyCalls:
         return Structure.calls(Calls("", head, "", "", "", 1, specials), tools)
 
 
-class HarmonyReader:
+class HarmonyReader(StepReader):
     """Reader of one answer in Harmony's form (``pieces.Reader``)."""
 
     def __init__(self) -> None:
-        self._held = ""
+        super().__init__()
         self._header: str | None = ""  # None: inside of a message
         self._kind = ""
         self._call = False
         self._raw = ""  # of the call that is being read
         self._arguments = ""
         self._begun = False
-        self.calls = 0
 
     @property
     def thinks(self) -> bool:
@@ -93,13 +92,6 @@ class HarmonyReader:
     def unfinished(self) -> str:
         """The text of a call whose arguments have not ended."""
         return self._raw if self._call else ""
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
 
     def close(self) -> list[Piece]:
         """End of the text. What ends a message may be a token that ends the text, and is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvlathe.server.conventions import NamedConvention
-from kvlathe.server.pieces import Piece, beginning_of
+from kvlathe.server.pieces import Piece, StepReader, beginning_of
 from kvlathe.server.tool_parser import FILLER, Value
 
 NAME = re.compile(r"[\w.-]{1,64}")
@@ -14,31 +14,23 @@ MOST_NAME = 256
 TEXT, BETWEEN, NAMED, ARGUMENTS, AFTER = range(5)
 
 
-class NamedParser:
+class NamedParser(StepReader):
     """Parser of one answer (``pieces.Reader``, without thoughts). What looks like a call
     and is none comes out as text."""
 
     def __init__(self, convention: NamedConvention) -> None:
+        super().__init__()
         self._convention = convention
         self._mark = convention.begin or convention.opens
         self._state = TEXT
-        self._held = ""
         self._raw = ""  # of what may become a call
         self._value = Value()
         self._spoke = False  # a call has ended before this text
-        self.calls = 0
 
     @property
     def unfinished(self) -> str:
         """The text of a call whose arguments have begun and not ended."""
         return self._raw if self._state == ARGUMENTS else ""
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
 
     def close(self) -> list[Piece]:
         """End of the text."""
@@ -52,7 +44,6 @@ class NamedParser:
         return found
 
     def _step(self, found: list[Piece]) -> bool:
-        """Read on. False where more text must come first."""
         if self._state == TEXT:
             return self._text(found)
         if self._state == BETWEEN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,6 +46,25 @@ class Reader(Protocol):
     def close(self) -> list[Piece]:
         """End of the text."""
         ...
+
+
+class StepReader(ABC):
+    """What readers share that read on step by step, as far as the text allows."""
+
+    def __init__(self) -> None:
+        self._held = ""  # text that was not read yet
+        self.calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        found: list[Piece] = []
+        while self._step(found):
+            pass
+        return found
+
+    @abstractmethod
+    def _step(self, found: list[Piece]) -> bool:
+        """Read on. False where more text must come first."""
 
 
 def first_of(marks: Iterable[str], text: str) -> tuple[int, str]:

@@ -32,8 +32,9 @@ class TaggedConvention:
     ``closes``, its arguments, and ``tail``; where that is empty, ``end`` ends it. An
     argument is KEY between ``key`` and ``keyed``, and its value between ``value`` and
     ``after``. ``other`` stands in the place of ``keyed`` before a value that is no
-    string; empty: nothing tells these. ``bare``: calls may come without ``begin``, which some models forget.
-    ``shows``: what a template writes that has this convention, all of it.
+    string; empty: nothing tells these. ``bare``: calls may come without ``begin``, which
+    some models forget. ``shows``: what a template writes that has this convention, all
+    of it.
     """
 
     shows: tuple[str, ...]

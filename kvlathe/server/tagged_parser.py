@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlathe.server.pieces import Piece, beginning_of, first_of
+from kvlathe.server.pieces import Piece, StepReader, beginning_of, first_of
 from kvlathe.server.tagged import Schemas, TaggedConvention, call_of, patterns
 
 MOST_HEAD = 256
@@ -10,30 +10,22 @@ MOST_HEAD = 256
 TEXT, SECTION, CALL = range(3)
 
 
-class TaggedParser:
+class TaggedParser(StepReader):
     """Parser of one answer (``pieces.Reader``, without thoughts). A call comes when it
     is whole; what looks like one and is none comes out as text at the end."""
 
     def __init__(self, convention: TaggedConvention, tools: Schemas) -> None:
+        super().__init__()
         self._convention, self._tools = convention, tools
         self._state = TEXT
-        self._held = ""
         self._mark = ""  # that has begun what may become a call
         self._raw = ""  # what came from the mark to here
         self._tried = 0  # characters in which no whole call was found
         self._spoke = False  # a call has ended before this text
-        self.calls = 0
 
     @property
     def unfinished(self) -> str:
         return ""
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
 
     def close(self) -> list[Piece]:
         """End of the text."""
@@ -48,7 +40,6 @@ class TaggedParser:
         return [*found, Piece(rest)] if rest else found
 
     def _step(self, found: list[Piece]) -> bool:
-        """Read on. False where more text must come first."""
         if self._state == TEXT:
             return self._text(found)
         return self._section(found) if self._state == SECTION else self._call(found)

@@ -46,7 +46,7 @@ class Turn(Generic[Made]):
         return all(future.cancelled() for future in self.futures)
 
 
-class Lane(Generic[Made]):
+class TurnQueue(Generic[Made]):
     """The turns that wait for one ``work``, by client. Not thread-safe."""
 
     def __init__(self, work: Work[Made]) -> None:
@@ -98,13 +98,13 @@ class Lane(Generic[Made]):
 
 class CompileQueue(Generic[Made]):
     """Calls ``works`` of a structure, one after the other, until one makes it. Each
-    work has a lane and a thread of its own with ``stack`` bytes of stack, from its first
+    work has a queue and a thread of its own with ``stack`` bytes of stack, from its first
     turn until ``close``."""
 
     def __init__(self, works: Sequence[Work[Made]], stack: int) -> None:
-        self._lanes = [Lane(work) for work in works]
+        self._queues = [TurnQueue(work) for work in works]
         self._stack = stack
-        self._lock = threading.Lock()  # of everything below, and of the lanes
+        self._lock = threading.Lock()  # of everything below, and of the queues
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._closed = False
         self._turns: dict[tuple[str, Structure], Turn[Made]] = {}
@@ -143,7 +143,7 @@ class CompileQueue(Generic[Made]):
         Busy where that is not enough."""
         if sum(own == client for own, _ in self._turns) < WAITING:
             return
-        dropped = [turn for lane in self._lanes for turn in lane.drop_left(client)]
+        dropped = [turn for queue in self._queues for turn in queue.drop_left(client)]
         for turn in dropped:
             del self._turns[client, turn.structure]
         if not dropped:
@@ -154,26 +154,26 @@ class CompileQueue(Generic[Made]):
             )
 
     def _wait(self, turn: Turn[Made], number: int) -> None:
-        self._lanes[number].put(turn)
+        self._queues[number].put(turn)
         if number not in self._threads:
             self._threads[number] = thread_with(self._stack)
         self._threads[number].submit(self._take_turn, number)
 
     def _take_turn(self, number: int) -> None:
         """Whose turn it is, whoever it was that this was asked for."""
-        lane = self._lanes[number]
+        queue = self._queues[number]
         with self._lock:
-            turn = None if self._closed else self._begun(lane)
+            turn = None if self._closed else self._begun(queue)
         if turn is None:
             return
         began = time.perf_counter()
         found: Made | BaseException | None
         try:
-            found = lane.work(turn.structure, turn.client)
+            found = queue.work(turn.structure, turn.client)
         except BaseException as error:  # whoever waits is told
             found = error
         with self._lock:
-            lane.end(turn, time.perf_counter() - began)
+            queue.end(turn, time.perf_counter() - began)
             if self._closed:  # they were told
                 return
             if found is None:
@@ -182,13 +182,13 @@ class CompileQueue(Generic[Made]):
             del self._turns[turn.client, turn.structure]
         tell(turn, found)
 
-    def _begun(self, lane: Lane[Made]) -> Turn[Made] | None:
+    def _begun(self, queue: TurnQueue[Made]) -> Turn[Made] | None:
         """The next turn that somebody waits for, if there is one."""
-        while lane.lines:
-            turn = lane.begin()
+        while queue.lines:
+            turn = queue.begin()
             if not turn.left:
                 return turn
-            lane.end(turn, 0.0)
+            queue.end(turn, 0.0)
             del self._turns[turn.client, turn.structure]
         return None
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import Busy, EngineStopped
-from kvlathe.runtime.text.compile_queue import WAITING, CompileQueue, Lane, Turn
+from kvlathe.runtime.text.compile_queue import WAITING, CompileQueue, Turn, TurnQueue
 from kvlathe.runtime.text.structure import Structure
 
 STACK = 1 << 20
@@ -45,17 +45,17 @@ class Work:
         return self.order[1:]
 
 
-def served(lane: Lane[str], turns: list[tuple[str, float]]) -> list[str]:
-    """The clients in the order in which ``lane`` takes their ``turns`` (client,
+def served(queue: TurnQueue[str], turns: list[tuple[str, float]]) -> list[str]:
+    """The clients in the order in which ``queue`` takes their ``turns`` (client,
     seconds), which all wait at once."""
     for number, (client, seconds) in enumerate(turns):
         waits = Turn[str](named(f"{client} {seconds}"), client, number, [Future()])
-        lane.put(waits)
+        queue.put(waits)
     order: list[str] = []
-    while lane.lines:
-        turn = lane.begin()
+    while queue.lines:
+        turn = queue.begin()
         order.append(turn.client)
-        lane.end(turn, float(turn.structure.text.split()[1]))
+        queue.end(turn, float(turn.structure.text.split()[1]))
     return order
 
 
@@ -64,14 +64,14 @@ def nothing(structure: Structure, client: str) -> str | None:
 
 
 def test_a_client_waits_for_one_of_anothers_turns_at_most() -> None:
-    lane, flood = Lane(nothing), [("a", 2.0)] * 60
-    assert served(lane, [*flood, ("b", 2.0)]).index("b") <= 1
+    queue, flood = TurnQueue(nothing), [("a", 2.0)] * 60
+    assert served(queue, [*flood, ("b", 2.0)]).index("b") <= 1
     # Whoever comes late is before all but one, and is owed nothing for its idle time.
     for number in range(60):
-        lane.put(Turn(named("a 2"), "a", number, [Future()]))
+        queue.put(Turn(named("a 2"), "a", number, [Future()]))
     for _ in range(30):
-        lane.end(lane.begin(), 2.0)
-    late = served(lane, [("b", 2.0)] * 10)
+        queue.end(queue.begin(), 2.0)
+    late = served(queue, [("b", 2.0)] * 10)
     assert "b" in late[:2] and late[:10].count("a") >= 4
 
 
@@ -85,7 +85,7 @@ def test_clients_that_wait_get_equal_times(turns: list[tuple[str, float]]) -> No
     longest = max((seconds for _, seconds in turns), default=0.0)
     left = {name: [s for own, s in turns if own == name] for name in "abc"}
     had = dict.fromkeys((name for name in left if left[name]), 0.0)
-    for client in served(Lane(nothing), turns):
+    for client in served(TurnQueue(nothing), turns):
         had[client] += left[client].pop(0)
         if not left[client]:
             break
