@@ -449,6 +449,32 @@ def test_a_report_names_the_command_as_one_would_type_it(
     assert cli_build.command_line() == f"{named} build --model 'a model'"
 
 
+@pytest.mark.parametrize(
+    ("flags", "bytes_of_weights", "named"),
+    [
+        ([], 400, ["--compression", "--weights"]),
+        ([], 120, ["--compression"]),
+        (["--compression", "none"], 400, ["--weights"]),
+        (["--compression", "none", "--weights", "float32"], 400, []),
+    ],
+)
+def test_a_build_names_the_flags_that_would_make_its_engine_smaller(
+    flags: list[str],
+    bytes_of_weights: int,
+    named: list[str],
+    tmp_path: Path,
+    logged: list[str],
+) -> None:
+    """Where nobody chose them. The file has 100 bytes."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(100))
+    asked = ["--model", str(file), "--output-dir", "out", *flags]
+    with cli_build.build_command.make_context("build", asked):
+        result = {"weight_bytes": bytes_of_weights, "weights": "float32"}
+        cli_build.name_fewer_bytes(file, result)
+    assert [re.findall("--(?:compression|weights)(?= )", x)[0] for x in logged] == named
+
+
 def test_a_build_with_auto_names_the_command_of_the_frontier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
