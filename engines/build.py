@@ -180,6 +180,12 @@ def rotate(config: BuildConfig) -> list[int]:
                 "they share one latent (MLA), which has a norm of its own",
                 "build an engine",
             )
+        if checkpoint.spec.has_out_gates:
+            raise KvlatheError(
+                f"the heads of {config.model} cannot be rotated",
+                "gates multiply what its attention gives, dim by dim",
+                "build an engine",
+            )
         rotated = RotatedCheckpoint(checkpoint, config.seed)
     check_room(config.output_dir, sum(path.stat().st_size for path in checkpoint.files))
     with appearing(config.output_dir) as folder, phase("rotating and writing"):

@@ -66,6 +66,7 @@ from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
 from kvlathe.export.families.qwen import qwen2, qwen3
 from kvlathe.export.families.sigmoid_experts import (
+    afmoe,
     dots1,
     ernie4_5_moe,
     exaone_moe,
@@ -77,6 +78,7 @@ from kvlathe.export.families.sigmoid_experts import (
 from kvlathe.export.families.stablelm import stablelm
 
 FAMILIES = {
+    "afmoe": afmoe,
     "apertus": apertus,
     "arcee": arcee,
     "aria_text": aria_text,

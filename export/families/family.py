@@ -88,6 +88,8 @@ class Family:
     come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
     attention's norm; with them, attention and MLP read what is there. ``sinks`` names a
     logit of each query head, ``curve`` the module of a learned activation (xIELU).
+    ``out_gate`` maps a layer's input to gates of attention's output; ``q_out_gate`` has q
+    and it in turn, head by head.
     """
 
     names: Mapping[str, str]

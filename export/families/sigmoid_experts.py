@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7, Solar Open, dots.llm1, K-EXAONE, Hy3, MiniMax-M2 and Ernie 4.5 MoE:
+"""GLM-4.5 to 4.7, Solar Open, dots.llm1, K-EXAONE, Hy3, MiniMax-M2, Ernie 4.5 MoE and AFMoE:
 experts chosen by scores with a correction, in most models by sigmoids (DeepSeek-V3,
 arXiv 2412.19437). An expert that every token passes may be beside them, and the first
 layers may have none."""
@@ -22,6 +22,7 @@ from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
     from transformers import (
+        AfmoeConfig,
         Dots1Config,
         Ernie4_5_MoeConfig,
         ExaoneMoeConfig,
@@ -204,6 +205,47 @@ def minimax_m2(config: MiniMaxM2Config) -> Family:
         experts=experts,
         settings=COUNTS,
     )
+
+
+def afmoe(config: AfmoeConfig) -> Family:
+    """QK-norms, gates of attention's output, norms of outputs. If a layer has no window,
+    it has no positions."""
+    own = {
+        "out_gate": "model.layers.{i}.self_attn.gate_proj",
+        "attn_out_norm": "model.layers.{i}.post_attention_layernorm",
+        "mlp_norm": "model.layers.{i}.pre_mlp_layernorm",
+        "mlp_out_norm": "model.layers.{i}.post_mlp_layernorm",
+        "router": "model.layers.{i}.mlp.router.gate",
+        "router_correction": "model.layers.{i}.mlp.expert_bias",
+    }
+    windows = sliding_layers(config)
+    experts = Experts(
+        count=config.num_experts or 0,
+        chosen=config.num_experts_per_tok or 0,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=True,
+        scores="sigmoid",
+        corrected=True,
+    )
+    scale = config.hidden_size**0.5 if config.mup_enabled else 1.0
+    family = Family(
+        names=NAMES | QK_NORMS | own,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.moe_intermediate_size
+        * (config.num_shared_experts or 0),
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        windows=windows,
+        ropes=tuple("" if window else None for window in windows),
+        experts=experts,
+        factors={"experts_down": config.route_scale or 1.0, "embed": scale},
+        settings=COUNTS,
+    )
+    first = min(config.num_dense_layers or 0, config.num_hidden_layers)
+    return with_dense(family, range(first), config.intermediate_size)
 
 
 def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:

@@ -16,7 +16,6 @@ TWICE = "a layer has two attentions, and experts that pass by the second"
 STATE = "some of its layers keep a state, and no keys and values"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
 SINKS = "its softmax has sinks, in a way that no record says"
-GATED = "a gate multiplies what each head gives, dim by dim, where values are cached in a basis"
 CHUNKS = "its attention begins anew at every chunk of tokens, which no life keeps"
 NORMS_AFTER_ROPE = "norms with weights follow RoPE on its queries and keys"
 CODER = "it is an encoder, or needs one"
@@ -25,7 +24,6 @@ BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), BIAS),
     "mimo_v2_flash": SINKS,
     "longcat_flash": TWICE,
-    **dict.fromkeys(("afmoe",), GATED),
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMS_AFTER_ROPE),
     **dict.fromkeys(

@@ -6,6 +6,7 @@ bias:
 
     V   W_V <- W_V a_v             b_V <- (b_V - centre_v) a_v
         W_O[g] <- o_v W_O[g]       b_O <- b_O + sum over g of centre_v W_O[g]      (softmax rows sum to 1)
+        gated outputs:  o_v and centre_v turn o back before the gate, W_O stays
     QK  without RoPE:  W_Q <- W_Q a, W_K <- W_K b, b_K <- (b_K - centre_k) b       (softmax ignores q . centre_k)
         chosen planes: only their columns of W_Q and W_K stay
         with RoPE:     a, b and centre_k b go to Attend, which projects after it has rotated
@@ -176,11 +177,36 @@ def _outputs(
     checkpoint: Checkpoint, plan: CompressionPlan, layer: int, lanes: list[LaneFold]
 ) -> dict[str, Make]:
     """W_O and its bias."""
+    if checkpoint.spec.has_out_gates:
+        return _gated_outputs(checkpoint, plan, layer, lanes)
     at = f"layers.{layer}.o."
     readers = partial(_readers, checkpoint, plan, layer, lanes)
     weight = partial(_output, readers)
     bias = partial(_output_bias, checkpoint, f"{at}bias", readers, lanes)
     return {f"{at}weight": weight, f"{at}bias": bias}
+
+
+def _gated_outputs(
+    checkpoint: Checkpoint, plan: CompressionPlan, layer: int, lanes: list[LaneFold]
+) -> dict[str, Make]:
+    """W_O as it is, for what is turned back before it: a gate stands between."""
+    at = f"layers.{layer}."
+    folds = {lane.head: lane for lane in lanes}
+    sources: list[LaneFold] = []
+    for head in range(checkpoint.spec.kv_heads):
+        filled = plan.index.lane(layer, head).fill_from
+        sources.append(folds[head if filled is None else filled])
+    rank = max(len(lane.out) for lane in sources)
+    weight = torch.stack([pad(x.out, rank, x.out.shape[1]) for x in sources])
+    bias = torch.stack([lane.shift_v[None] for lane in sources])
+    size = checkpoint.spec.hidden_size
+    name = f"{at}o.bias"
+    return {
+        f"{at}o.weight": partial(checkpoint.weight, f"{at}o.weight"),
+        name: lambda: _bias_or_zeros(checkpoint, name, size).float(),
+        f"{at}lift.weight": partial(weight.float().to, checkpoint.device),
+        f"{at}lift.bias": partial(bias.float().to, checkpoint.device),
+    }
 
 
 Readers = Callable[[], Iterator[tuple[LaneFold, Tensor]]]

@@ -12,6 +12,7 @@ from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
 from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
 from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.gated import HeadOutputs, HeadPlaces
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.plan.weight_formats import WeightFormat
@@ -55,6 +56,23 @@ def linear(
     if form is None:
         return Linear(inputs, outputs, bias, dtype)
     return CodedLinear(inputs, outputs, bias, dtype, form)
+
+
+class HeadOutputBlock(nn.Module):
+    """Maps of attention's output back into the model's dims, [H, Rv, dv] and [H, 1, dv]
+    (kvlathe/layers/gated.py)."""
+
+    def __init__(
+        self, places: HeadPlaces, group: int, size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.places, self.group = places, group
+        widest = max(rank for _, rank in places)
+        self.weight = fixed(torch.empty(len(places), widest, size, dtype=dtype))
+        self.bias = fixed(torch.zeros(len(places), 1, size, dtype=dtype))
+
+    def forward(self, o: Tensor) -> Tensor:
+        return HeadOutputs(self.places, self.weight, self.bias, self.group)(o)
 
 
 class ExpertBlock(nn.Module):

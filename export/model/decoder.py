@@ -71,7 +71,7 @@ class Decoder(nn.Module):
                 str(layer): DecoderLayer(
                     spec,
                     layer,
-                    Widths.folded(part, i),
+                    Widths.folded(spec, part, i),
                     AttendLayer(part, i, spec.scale(layer), dtype),
                     dtype,
                     formats.maps,

@@ -6,7 +6,7 @@ How they are wired is kvlathe/layers/decoder.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,12 +17,14 @@ from kvlathe.export.model.blocks import (
     AnyLinear,
     Curve,
     ExpertBlock,
+    HeadOutputBlock,
     Norm,
     linear,
 )
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.export.model.tensors import FUSED, qk_norm_width
+from kvlathe.export.model.tensors import FUSED, has_bias, qk_norm_width
 from kvlathe.layers.decoder import run_layer
+from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import latent_rows
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
@@ -31,21 +33,28 @@ from kvlathe.plan.weight_formats import WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Columns of a layer's q, k and v (all lanes side by side) and rows of its W_O."""
+    """Columns of a layer's q, k and v (all lanes side by side) and rows of its W_O.
+    ``outputs``: where heads lie in what attention gives, where it is turned back into
+    the model's dims before W_O."""
 
     q: int
     k: int
     v: int
     o: int
+    outputs: HeadPlaces = ()
 
     @classmethod
-    def folded(cls, plan: CompressionPlan, layer: int) -> Widths:
+    def folded(cls, spec: DecoderSpec, plan: CompressionPlan, layer: int) -> Widths:
         """Widths of a layer whose plan is folded into its weights."""
         lanes = plan.index.active(layer)
         group = plan.model.group_size
         k = sum(lane.input_dim for lane in lanes)
         v = sum(lane.rank_v for lane in lanes)
-        return cls(q=group * k, k=k, v=v, o=group * v)
+        folded = cls(q=group * k, k=k, v=v, o=group * v)
+        if not spec.has_out_gates:
+            return folded
+        places = head_places(plan, layer)
+        return replace(folded, o=cls.whole(spec).o, outputs=places)
 
     @classmethod
     def whole(cls, spec: DecoderSpec) -> Widths:
@@ -58,6 +67,22 @@ class Widths:
             v=spec.kv_heads * v,
             o=spec.query_heads * v,
         )
+
+
+def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
+    """Where each KV head of the model lies in what attention gives; a removed one lies
+    where the head that fills it does."""
+    firsts: dict[int, int] = {}
+    at = 0
+    for lane in plan.index.active(layer):
+        firsts[lane.head] = at
+        at += plan.model.group_size * lane.rank_v
+    places: list[tuple[int, int]] = []
+    for head in range(plan.model.kv_heads):
+        filled = plan.index.lane(layer, head).fill_from
+        source = head if filled is None else filled
+        places.append((firsts[source], plan.index.lane(layer, source).rank_v))
+    return tuple(places)
 
 
 class Turning(Protocol):
@@ -113,11 +138,31 @@ class DecoderLayer(nn.Module):
         self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), family.qk_norm)
         self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), family.qk_norm)
         self.attend = attend
+        self._add_gates(spec, widths, dtype, form)
         self.o = linear(widths.o, hidden, True, dtype, form)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
         self._add_mlp(spec, layer, dtype, form)
+
+    def _add_gates(
+        self,
+        spec: DecoderSpec,
+        widths: Widths,
+        dtype: torch.dtype,
+        form: WeightFormat | None,
+    ) -> None:
+        """Gates of attention's output, and what turns it back into the model's dims."""
+        self.out_gate = self.lift = None
+        if spec.has_out_gates:
+            biased = has_bias(spec, "out_gate")
+            self.out_gate = linear(spec.hidden_size, widths.o, biased, dtype, form)
+        if widths.outputs:
+            size = spec.shape.value_dim
+            self.lift = HeadOutputBlock(widths.outputs, spec.group_size, size, dtype)
+
+    def whole_heads(self, o: Tensor) -> Tensor:
+        return o if self.lift is None else self.lift(o)
 
     def _add_latents(
         self, spec: DecoderSpec, dtype: torch.dtype, form: WeightFormat | None
@@ -146,7 +191,7 @@ class DecoderLayer(nn.Module):
         roles = family.roles(layer).keys()
 
         def of_mlp(role: str, inputs: int, outputs: int) -> AnyLinear | None:
-            if not {role, FUSED.get(role)} & roles:
+            if not {role, *FUSED.get(role, ())} & roles:
                 return None
             return linear(inputs, outputs, family.mlp_bias, dtype, form)
 

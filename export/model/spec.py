@@ -97,6 +97,11 @@ class DecoderSpec:
         return "positions" in self.family.names
 
     @property
+    def has_out_gates(self) -> bool:
+        """Whether gates multiply attention's output."""
+        return bool({"out_gate", "q_out_gate"} & self.family.names.keys())
+
+    @property
     def kv_heads(self) -> int:
         return self.family.kv_heads
 

@@ -18,7 +18,15 @@ from kvlathe.export.model import latent, stacked
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import rope_names
 
-FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+FUSED = {
+    "q": ("qkv", "q_out_gate"),
+    "k": ("qkv",),
+    "v": ("qkv",),
+    "out_gate": ("q_out_gate",),
+    "gate": ("gate_up",),
+    "up": ("gate_up",),
+}
+"""Role -> roles of stored tensors that hold it beside others."""
 LAYER_ROLES = (
     "attn_norm",
     "q_latent",
@@ -27,6 +35,7 @@ LAYER_ROLES = (
     "k",
     "latent_norm",
     "v",
+    "out_gate",
     "q_norm",
     "k_norm",
     "o",
@@ -121,7 +130,7 @@ def _stored_role(spec: DecoderSpec, role: str, layer: int | None) -> str | None:
     """``role`` itself, the fused role that holds it, or None if the family has
     neither in this layer."""
     names = spec.family.roles(layer)
-    return next((name for name in (role, FUSED.get(role)) if name in names), None)
+    return next((name for name in (role, *FUSED.get(role, ())) if name in names), None)
 
 
 def has_bias(spec: DecoderSpec, role: str) -> bool:
@@ -134,13 +143,12 @@ def has_bias(spec: DecoderSpec, role: str) -> bool:
         return role in latent.BIASED and family.qkv_bias
     groups = (
         ("head", family.head_bias),
-        ("qkv", family.qkv_bias),
+        ("q k v qkv q_out_gate", family.qkv_bias),
+        ("out_gate", family.qkv_bias and "q_out_gate" in family.names),
         ("o", family.out_bias),
-        ("gate_up down", family.mlp_bias),
+        ("gate up gate_up down", family.mlp_bias),
     )
-    return any(
-        flag and FUSED.get(role, role) in roles.split() for roles, flag in groups
-    )
+    return any(flag and role in roles.split() for roles, flag in groups)
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
@@ -240,6 +248,8 @@ def _stored_shape(
         "k": kv,
         "v": kv,
         "qkv": q + 2 * kv,
+        "out_gate": q,
+        "q_out_gate": 2 * q,
         "gate": inner,
         "up": inner,
         "gate_up": 2 * inner,
@@ -300,7 +310,7 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
         role == "head" or (layer is not None and not spec.family.in_out)
     ):
         stored = stored.T
-    if FUSED.get(role) in spec.family.roles(layer):
+    if _stored_role(spec, role, layer) != role:
         stored = _unfused(spec, role, stored)
     if spec.rope and role in ("q", "k", *QK_NORMS):
         order = torch.tensor(spec.rope.order, device=stored.device)
@@ -312,6 +322,9 @@ def _unfused(spec: DecoderSpec, role: str, stored: Tensor) -> Tensor:
     """[..., all outputs of the fused tensor] -> [..., outputs of this role]."""
     if role in ("gate", "up"):
         return stored.chunk(2, -1)[("gate", "up").index(role)]
+    if "q_out_gate" in spec.family.names and role in ("q", "out_gate"):
+        heads = stored.unflatten(-1, (spec.query_heads, 2, -1))
+        return heads[..., ("q", "out_gate").index(role), :].flatten(-2)
     group, d, part = spec.group_size, spec.head_dim, ("q", "k", "v").index(role)
     if spec.family.qkv_blocks:
         blocks = stored.unflatten(-1, (spec.family.qkv_blocks, 3, -1))

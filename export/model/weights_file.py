@@ -17,6 +17,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.blocks import routing_of
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU, ahead
+from kvlathe.export.model.layer import head_places
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
@@ -146,7 +147,7 @@ def write_decoder(
     tensors = {name: _entry(place) for name, place in places.items()}
     index = {
         "weights": WEIGHTS_FILE,
-        "wiring": asdict(wiring(spec)),
+        "wiring": asdict(wiring(spec, plan)),
         "tensors": tensors,
     }
     (out_dir / DECODER_FILE).write_text(json.dumps(index, indent=1), "utf-8")
@@ -179,9 +180,10 @@ def _entry(place: Place) -> dict[str, object]:
     }
 
 
-def wiring(spec: DecoderSpec) -> Wiring:
+def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
     """A file for runtimes that build the decoder from its weights."""
     experts = spec.family.experts
+    gated = range(spec.layers) if spec.has_out_gates else ()
     return Wiring(
         norm=spec.family.norm,
         norm_eps=spec.family.norm_eps,
@@ -194,4 +196,5 @@ def wiring(spec: DecoderSpec) -> Wiring:
         logit_softcap=spec.family.logit_softcap,
         routing=experts and routing_of(experts),
         temperature=spec.family.temperature,
+        outputs=tuple(head_places(plan, layer) for layer in gated),
     )

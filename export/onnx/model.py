@@ -103,7 +103,7 @@ def _graph(
         "kvlathe.opset": str(opset),
     }
     model.metadata_props.update(
-        facts | {"kvlathe.wiring": json.dumps(asdict(wiring(spec)))}
+        facts | {"kvlathe.wiring": json.dumps(asdict(wiring(spec, plan)))}
     )
     model.opset_imports[DOMAIN] = 1
     if formats.maps is not None:

@@ -60,6 +60,16 @@ class Layer(Protocol):
         ...
 
     @property
+    def out_gate(self) -> RowMap | None:
+        """The map of the gates that multiply attention's output, before their sigmoid."""
+        ...
+
+    @property
+    def whole_heads(self) -> RowMap:
+        """o in the model's own dims, where it has gates."""
+        ...
+
+    @property
     def experts(self) -> RowMap | None: ...
     @property
     def shared_gate(self) -> RowMap | None: ...
@@ -101,7 +111,8 @@ def run_layer(
     Where it has experts, they are the MLP, and one that every token passes may be
     beside them.
     Where the model has QK-norms, each head's q and k (or all heads together) pass
-    through theirs first; q is then times ``query_factors`` [T, 1]. Where it has norms
+    through theirs first; q is then times ``query_factors`` [T, 1]. Where it has gates of
+    outputs, what attention gives is times sigmoid(W_gate n). Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
     2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
     of the one k before ``attend``, which turns nothing.
@@ -126,6 +137,8 @@ def run_layer(
         normed = normed.index_select(0, places)
         if mlp_input is not None:
             mlp_input = mlp_input.index_select(0, places)
+    if layer.out_gate is not None:
+        o = layer.whole_heads(o) * layer.out_gate(normed).sigmoid()
     attended = _plus_o(layer, x, o)
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.temperature import Temperature
 
@@ -14,7 +15,8 @@ class Wiring:
     """``norm``: rms or layer. ``activation``: a key of ACTIVATIONS. ``parallel``: the
     MLP reads the layer's input, not the attention's output. ``scales``: what each
     layer's scores are multiplied by before the softmax. ``ropes``: which of the
-    rotations each layer has; empty where there is one, or none. The others as in Family
+    rotations each layer has; empty where there is one, or none. ``outputs``: where each
+    layer's heads lie in what attention gives; empty without gates. The others as in Family
     (export/families/family.py).
     """
 
@@ -29,6 +31,7 @@ class Wiring:
     logit_softcap: float = 0.0
     routing: Routing | None = None
     temperature: Temperature | None = None
+    outputs: tuple[HeadPlaces, ...] = ()
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
@@ -36,8 +39,13 @@ class Wiring:
         fields = dict(raw)
         for name in ("scales", "ropes"):
             fields[name] = tuple(raw.get(name, ()))
+        fields["outputs"] = tuple(map(_places, raw.get("outputs", ())))
         if fields.get("routing"):
             fields["routing"] = Routing(**fields["routing"])
         if given := fields.get("temperature"):
             fields["temperature"] = Temperature(**given)
         return cls(**fields)
+
+
+def _places(layer: list[list[int]]) -> HeadPlaces:
+    return tuple((first, rank) for first, rank in layer)

@@ -134,7 +134,7 @@ def _layer(checkpoint: Checkpoint, plan: CompressionPlan, layer: int) -> Decoder
     spec = checkpoint.spec
     with torch.device("meta"):
         attend = AttendLayer(plan, layer, spec.scale(layer))
-        widths = Widths.folded(plan, layer)
+        widths = Widths.folded(spec, plan, layer)
         return DecoderLayer(spec, layer, widths, attend, torch.float32)
 
 

@@ -77,7 +77,7 @@ def on_gpu(library: CudaLibrary, plan: CompressionPlan) -> LLM:
     checkpoint = Checkpoint(MODEL)
     weights = decoder_from(checkpoint, plan, Basis()).state_dict()
     tensors = {name: x.half().cuda() for name, x in weights.items()}
-    decoder = TorchDecoder(wiring(checkpoint.spec), tensors, NativeRows(library))
+    decoder = TorchDecoder(wiring(checkpoint.spec, plan), tensors, NativeRows(library))
     size = arena_bytes(plan)
     session = session_of(TorchDevice(), library, decoder, plan, LIMITS, size)
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)

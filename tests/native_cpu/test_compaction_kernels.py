@@ -110,7 +110,7 @@ def in_torch(
     """The cuda backend's session in host memory."""
     decoder = decoder_from(Checkpoint(MODEL), plan, Basis())
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
-    wired = wiring(Checkpoint(MODEL).spec)
+    wired = wiring(Checkpoint(MODEL).spec, plan)
     device, size = HostTorchDevice(), arena_bytes(plan)
     pool = allocate_pool(device, library, plan, size + scratch_bytes(plan))
     scales, memory = list(wired.scales), bytes_of(pool)

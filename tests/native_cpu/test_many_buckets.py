@@ -275,7 +275,7 @@ def emulated_session(
     checkpoint = Checkpoint(MODEL)
     decoder = decoder_from(checkpoint, plan, Basis())
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
-    wired = wiring(checkpoint.spec)
+    wired = wiring(checkpoint.spec, plan)
     device, size = HostTorchDevice(), arena_bytes(plan)
     pool = allocate_pool(device, library, plan, size)
     scales = list(wired.scales)

@@ -113,7 +113,7 @@ def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM
     checkpoint = Checkpoint(MODEL)
     decoder = decoder_from(checkpoint, plan, Basis())
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
-    wired = wiring(checkpoint.spec)
+    wired = wiring(checkpoint.spec, plan)
     device, library = HostTorchDevice(), RankingLibrary(native, kernels)
     size = arena_bytes(plan)
     pool = allocate_pool(device, library, plan, size + scratch_bytes(plan))

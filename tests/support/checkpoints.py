@@ -618,6 +618,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         sizes(64, 4, 2, 32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
     ),
+    "afmoe": (
+        "Afmoe",
+        sizes(64, 4, 2, 32, num_hidden_layers=4, sliding_window=24, num_experts=6)
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "route_scale": 1.5}
+        | {"global_attn_every_n_layers": 2, "mup_enabled": True},
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         sizes(64, 4, 2, 32, num_hidden_layers=3, moe_num_experts=6, use_bias=True)

@@ -80,7 +80,7 @@ def in_torch(
     checkpoint = Checkpoint(MODEL)
     decoder = decoder_from(checkpoint, plan, turned_plan()[1])
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
-    wired = wiring(checkpoint.spec)
+    wired = wiring(checkpoint.spec, plan)
     device, library = HostTorchDevice(), HostLibrary(native)
     pool = allocate_pool(device, library, plan, arena(plan))
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))

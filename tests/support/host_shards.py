@@ -131,7 +131,7 @@ def alone(native: Native, engine: Engine) -> LLM:
     tensors = {name: tensor_as(engine, name, x) for name, x in state.items()}
     device, library = HostTorchDevice(), HostLibrary(native)
     pool = device.allocate(arena(plan), "a cache")
-    wired = wiring(checkpoint.spec)
+    wired = wiring(checkpoint.spec, plan)
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
     decoder = TorchDecoder(wired, tensors)
     compute = TorchCompute(decoder, cast(Attention, attention))
@@ -177,7 +177,7 @@ class HostWorker:
             part = cut(name, whole)
             if part is not None:
                 tensors[name] = tensor_as(engine, name, part)
-        wired = wiring(checkpoint.spec)
+        wired = wiring(checkpoint.spec, plan)
         native = Native.load(Path(os.environ["KVLATHE_LIBRARY"]))
         device, library = HostTorchDevice(), HostLibrary(native)
         own = known.plans[self.shard]

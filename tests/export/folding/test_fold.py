@@ -194,10 +194,14 @@ def test_truncation_equals_attention_on_projected_heads(
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_a_removed_lane_is_filled_from_its_keeper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Llama", "Afmoe"])
+def test_a_removed_lane_is_filled_from_its_keeper(kind: str, tmp_path: Path) -> None:
     """Layer 0 loses head 1 (filled from 2), layer 1 heads 0 and 2 (from 1), at
-    truncated ranks and with centres."""
-    make_model(tmp_path, "Llama", sizes(66, 6, 3, 32, attention_bias=True))
+    truncated ranks and with centres; also where gates multiply outputs."""
+    settings = sizes(66, 6, 3, 32, attention_bias=True)
+    if kind == "Afmoe":
+        settings |= {"num_dense_layers": 2, "global_attn_every_n_layers": 9}
+    make_model(tmp_path, kind, settings)
     checkpoint = Checkpoint(tmp_path)
     plan, basis = truncated(whole_plan(checkpoint.spec, projected=True), True)
     fills = {(0, 1): 2, (1, 0): 1, (1, 2): 1}

@@ -227,7 +227,7 @@ REFUSED = {
         {"vocab_size": 3},
         f"Choose one of {', '.join(SUPPORTED)}",
     ),
-    "bloom": (config_of("bloom"), "Choose one of apertus, arcee"),
+    "bloom": (config_of("bloom"), "Choose one of afmoe, apertus, arcee"),
     "alibi": (config_of("falcon", alibi=True), "ALiBi"),
     "falcon block": (config_of("falcon", num_ln_in_parallel_attn=2), "2 norms"),
     "layer type": (

@@ -27,10 +27,11 @@ from kvlathe.layers.decoder import (
     tied_head,
 )
 from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.gated import HeadOutputs
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import Wiring
-from kvlathe.runtime.sessions.torch_cuda.model.coded import coded_product
+from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     Linear,
     beside,
@@ -197,6 +198,7 @@ class _Layer:
         gate_up_roles = [role for role in ("gate", "up") if has_map(tensors, role)]
         self.is_gated = "gate" in gate_up_roles
         product = rows.product if isinstance(rows, FusedRows) else coded_product
+        self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
         self.qkv_map, self.qkv_widths = beside(
             tensors, ["v", "q", "k"], ALIGNMENT, product
         )
@@ -248,6 +250,20 @@ class _Layer:
         if self.parallel:  # x is this shard's part of what o gave: one sum for both
             return self.group.sum(self.down.add_to(x, inner))
         return self.group.sum(self.down.begin(x, inner))
+
+
+def _out_gates(
+    wiring: Wiring, layer: int, tensors: dict[str, Tensor], product: Product
+) -> tuple[RowMap | None, RowMap]:
+    """The map of gates, and what turns attention's output back before them."""
+    lift = _taken(tensors, "lift.")
+    if not lift:
+        return None, lambda o: o
+    gates, (width, _) = beside(tensors, ["out_gate"], 1, product)
+    weight = lift["weight"]
+    heads = len(weight) * weight.shape[-1]
+    places = wiring.outputs[layer]
+    return gates, HeadOutputs(places, weight, lift["bias"], width // heads)
 
 
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:

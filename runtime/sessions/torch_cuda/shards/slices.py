@@ -24,6 +24,17 @@ LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 COLUMNS = ("gate.weight", "up.weight", "gate.bias", "up.bias")
 """Cut in their last dimension, as ``down`` is in its first."""
 ONCE = ("o.bias", "down.bias")
+WHOLE = {
+    ".codes": (
+        "its weights are codes, which are not cut",
+        "run it on one GPU, or build it without --weights",
+    ),
+    ".out_gate.weight": (
+        "gates multiply what its attention gives, and no shard cuts them",
+        "run it on one GPU",
+    ),
+}
+"""Ends of names of tensors that no shard has a part of -> why, and what to do."""
 Width = Callable[[Lane], int]
 
 
@@ -47,12 +58,10 @@ class Slices:
     def __call__(self, name: str, tensor: Tensor) -> Tensor | None:
         """This shard's part of tensor ``name`` of the whole decoder; None where it has
         none. A view where that is possible."""
-        if name.endswith(".codes"):
-            raise KvlatheError(
-                f"the engine cannot run on {self.num_shards} GPUs",
-                "its weights are codes, which are not cut",
-                "run it on one GPU, or build it without --weights",
-            )
+        for end, refusal in WHOLE.items():
+            if name.endswith(end):
+                fact = f"the engine cannot run on {self.num_shards} GPUs"
+                raise KvlatheError(fact, *refusal)
         if found := LAYER.fullmatch(name):
             return self._of_layer(int(found[1]), found[2], tensor)
         first, end = self.vocabulary

@@ -160,9 +160,15 @@ def test_the_decoder_runs_on_codes(
     decoder.load_state_dict(dict(codes))
     ids = torch.arange(3, 60)
     expected = decoder.logits(ids.tolist(), range(len(ids)))
-    twin = TorchDecoder(wiring(checkpoint.spec), dict(codes))
+    twin = TorchDecoder(wiring(checkpoint.spec, plan), dict(codes))
     found = logits_of(twin, decoder, ids)
     assert (found - expected).abs().max() <= near * expected.abs().max()
+
+
+def test_gates_of_outputs_are_not_cut_for_several_gpus(reference: Reference) -> None:
+    plan = whole_plan(Checkpoint(reference("afmoe")[0]).spec)
+    with pytest.raises(KvlatheError, match="gates multiply"):
+        Slices(deal(plan, 2), 0)("layers.0.out_gate.weight", torch.zeros(1))
 
 
 def test_codes_are_not_cut_for_several_gpus(reference: Reference) -> None:

@@ -94,11 +94,12 @@ def test_every_family_computes_what_the_exporter_defines(
 ) -> None:
     checkpoint = Checkpoint(reference(name)[0])
     spec = checkpoint.spec
-    decoder = decoder_from(checkpoint, whole_plan(spec), Basis())
+    plan = whole_plan(spec)
+    decoder = decoder_from(checkpoint, plan, Basis())
     ids = torch.randint(
         0, spec.vocab_size, (90,), generator=torch.Generator().manual_seed(1)
     )
-    as_json = json.dumps(dataclasses.asdict(wiring(spec)))
+    as_json = json.dumps(dataclasses.asdict(wiring(spec, plan)))
     twin = TorchDecoder(
         Wiring.from_json(json.loads(as_json)), dict(decoder.state_dict())
     )
@@ -139,7 +140,7 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits_of(twin, decoder, ids), expected, atol=0.05, rtol=0
     )
-    assert facts == wiring(spec)
+    assert facts == wiring(spec, plan)
     if not torch.cuda.is_available():
         with pytest.raises(KvlatheError, match="needs a GPU"):
             LLM.load(folder)
