@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built
+from kvlathe.plan.kernel_forms import unlike_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -32,6 +33,8 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
 
 
 def _layers_refusal(plan: CompressionPlan) -> Refusal | None:
+    if refusal := unlike_refusal(plan):
+        return refusal
     if plan.stages:
         reason = "later layers drop tokens of a prompt, and vLLM computes all in each"
         return reason, "compress in one group (stages=1), or choose another backend"

@@ -42,11 +42,13 @@ class PlanFacts:
 
     @cached_property
     def even(self) -> bool:
-        """All lanes have one input width and one kind of RoPE: packed q and k are
-        reshaped, not gathered."""
+        """All lanes have one input width, one kind of RoPE and equally many queries:
+        packed q and k are reshaped, not gathered."""
         input_dims = {lane.input_dim for lane in self._active}
         ropes = {lane.rope for lane in self._active}
-        return len(input_dims) == len(ropes) == 1 and "planes" not in ropes
+        groups = {self.plan.model.group(lane.layer) for lane in self._active}
+        counts = len(input_dims), len(ropes), len(groups)
+        return counts == (1, 1, 1) and "planes" not in ropes
 
     @cached_property
     def rope(self) -> bool:
@@ -155,7 +157,7 @@ class LayerTables(dict[str, Int32]):
             CacheLayout(plan),
         )
         self.lanes = plan.index.active(layer)
-        self.H, self.G = len(self.lanes), plan.model.group_size
+        self.H, self.G = len(self.lanes), plan.model.group(layer)
         self.D = max(lane.input_dim for lane in self.lanes)
         self.Rk = max(lane.rank_k for lane in self.lanes)
         self.Rv = max(lane.rank_v for lane in self.lanes)
@@ -215,7 +217,7 @@ class LayerTables(dict[str, Int32]):
     @property
     def planes(self) -> int:
         """Columns of cos and sin."""
-        return self.plan.model.head_dim // 2
+        return self.plan.model.heads(self.layer).head_dim // 2
 
     def _packing(self) -> None:
         u, g = self.plan.index.unit, self.G
@@ -229,7 +231,7 @@ class LayerTables(dict[str, Int32]):
 
     # -- pages -------------------------------------------------------------------------
     def _bucket(self, bucket: int) -> None:
-        first = self.layer * self.plan.model.kv_heads
+        first = self.plan.index.number(self.layer, 0)
         held = [
             h
             for h, lane in enumerate(self.lanes)

@@ -62,8 +62,8 @@ def window_tables(
     plan: CompressionPlan, layer: int
 ) -> dict[str, npt.NDArray[np.generic]]:
     """The arrays of a layer by node input name (LayerTables)."""
-    first = layer * plan.model.kv_heads
-    lanes = [first + lane.head for lane in plan.index.active(layer)]
+    active = plan.index.active(layer)
+    lanes = [plan.index.number(layer, lane.head) for lane in active]
     held = [np.isin(lanes, bucket.lanes) for bucket in plan.index.buckets]
     sealed = [not bucket.is_hot for bucket in plan.index.buckets]
     numbers: list[tuple[int, int, int]] = []

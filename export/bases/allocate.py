@@ -1,7 +1,8 @@
 """Allocation under one budget: ranks from spectra, or any forms from measured losses.
 
 Ranks: K and V lanes are rows alike, [rows, d] in, [rows] multiples of 16 out, each at
-least 16. Bytes of a page are proportional to the ranks (16 ranks of 16 tokens fill
+least 16. A row may have fewer ``dims`` [rows] than the widest; it has zeros after them.
+Bytes of a page are proportional to the ranks (16 ranks of 16 tokens fill
 whole 128-byte lines), so budgets are sums of ranks.
 """
 
@@ -25,13 +26,17 @@ def whole(d: int) -> int:
     return -(-d // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def by_rate(spectrum: Array, rate: float) -> Ranks:
+def _whole_rows(dims: Ranks) -> Ranks:
+    """``whole`` of each row."""
+    return -(-dims // RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+def by_rate(spectrum: Array, dims: Ranks, rate: float) -> Ranks:
     """The papers' shared rate r (FDC Eq. 1, ZACK Eq. 6): the smallest count whose
     removed singular values sum to at most r of the total, rounded up to a multiple of
     16. At r = 0 everything is kept."""
-    d = spectrum.shape[-1]
     if rate <= 0:
-        return np.full(len(spectrum), whole(d))
+        return _whole_rows(dims)
     total = np.maximum(spectrum.sum(-1, keepdims=True), 1e-300)
     tails = np.cumsum(spectrum[:, ::-1], -1)[:, ::-1]
     removed = tails / total  # [rows, d]: the share that goes with dims i..
@@ -39,32 +44,37 @@ def by_rate(spectrum: Array, rate: float) -> Ranks:
     return np.maximum(-(-count // RANK_MULTIPLE), 1) * RANK_MULTIPLE
 
 
-def rate_within(spectrum: Array, budget: int) -> float:
+def rate_within(spectrum: Array, dims: Ranks, budget: int) -> float:
     """The smallest rate r whose ranks sum to at most ``budget`` (to 1e-6)."""
-    if by_rate(spectrum, 0.0).sum() <= budget:
+    if by_rate(spectrum, dims, 0.0).sum() <= budget:
         return 0.0
     low, high = 0.0, 1.0
     while high - low > 1e-6:
         middle = (low + high) / 2
-        if by_rate(spectrum, middle).sum() <= budget:
+        if by_rate(spectrum, dims, middle).sum() <= budget:
             high = middle
         else:
             low = middle
     return high
 
 
-def uniform(rows: int, d: int, budget: int) -> Ranks:
-    """The same rank for every row. Rows are K lanes then V lanes; a step that all V
-    lanes cannot have goes to the K lanes.
+def uniform(dims: Ranks, budget: int) -> Ranks:
+    """The same rank for every row, or all that it has. Rows are K lanes then V lanes; a
+    step that all V lanes cannot have goes to the K lanes.
     """
-    lanes = rows // 2
-    most = 2 * whole(d) // RANK_MULTIPLE
-    steps = min(budget // (RANK_MULTIPLE * lanes), most)
-    ranks = np.array([max((steps + 1) // 2, 1), max(steps // 2, 1)]) * RANK_MULTIPLE
-    return np.repeat(ranks, lanes)
+    most = _whole_rows(dims)
+
+    def after(steps: int) -> Ranks:
+        ranks = np.array([max((steps + 1) // 2, 1), max(steps // 2, 1)]) * RANK_MULTIPLE
+        return np.minimum(np.repeat(ranks, len(dims) // 2), most)
+
+    steps = 2
+    while after(steps + 1).sum() <= budget and (after(steps) < most).any():
+        steps += 1
+    return after(steps)
 
 
-def by_loss(loss: Array, budget: int) -> Ranks:
+def by_loss(loss: Array, dims: Ranks, budget: int) -> Ranks:
     """Greedy: blocks of 16 dims in order of what their removal would cost, until
     ``budget`` is spent.
 
@@ -77,7 +87,10 @@ def by_loss(loss: Array, budget: int) -> Ranks:
     cost = blocks.reshape(rows, -1, RANK_MULTIPLE).sum(-1)
     cost = np.minimum.accumulate(cost, -1)
     cost[:, 0] = np.inf
-    dearest = np.argsort(-cost.ravel(), kind="stable")
+    own = _whole_rows(dims) // RANK_MULTIPLE
+    lacked = np.arange(cost.shape[1]) >= own[:, None]
+    dearest = np.argsort(-np.where(lacked, -np.inf, cost).ravel(), kind="stable")
+    dearest = dearest[: own.sum()]
     row_of = dearest[: max(budget // RANK_MULTIPLE, rows)] // cost.shape[1]
     return np.bincount(row_of, minlength=rows) * RANK_MULTIPLE
 

@@ -17,7 +17,8 @@ least of what attention uses, at every rank at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,23 @@ class Rotation:
     spectrum_v: Array
     loss_k: Array
     loss_v: Array
+
+
+def by_kind(stats: Stats, make: Callable[[Stats], Rotation]) -> Rotation:
+    """Bases that ``make`` makes of layers with one shape of heads, for all layers: zeros
+    where a layer has fewer heads or dims than others."""
+    if stats.shape.alike:
+        return make(stats)
+    lanes, d = (stats.shape.layers, stats.shape.kv_heads), stats.shape.head_dim
+    whole: dict[str, Array] = {}
+    for layers, own in stats.kinds():
+        made = make(own)
+        for field in fields(Rotation):
+            part: Array = getattr(made, field.name)
+            empty = np.zeros((*lanes, *[d] * (part.ndim - 2)))
+            every = whole.setdefault(field.name, empty)
+            every[(layers, *map(slice, part.shape[1:]))] = part
+    return Rotation(**whole)
 
 
 @dataclass(frozen=True, eq=False)

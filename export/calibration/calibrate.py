@@ -245,12 +245,17 @@ class Grams(NamedTuple):
 
 def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
     # [H, D, d]
-    by_lane = runner.w_v.unflatten(1, (spec.kv_heads, -1)).transpose(0, 1).double()
+    own = spec.heads(runner.layer)
+    by_lane = runner.w_v.unflatten(1, (own.kv_heads, -1)).transpose(0, 1).double()
     by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()  # [Hq, d, D]
     wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
-    wo = wo_each.unflatten(0, (spec.kv_heads, -1)).sum(1)
-    return Grams(wv.cpu().numpy(), wo.cpu().numpy(), wo_each.float())
+    wo = wo_each.unflatten(0, (own.kv_heads, -1)).sum(1)
+    d = spec.head_dim
+    whole = np.zeros((2, spec.kv_heads, d, d))
+    for every, part in zip(whole, (wv, wo), strict=True):
+        every[tuple(map(slice, part.shape))] = part.cpu().numpy()
+    return Grams(whole[0], whole[1], wo_each.float())
 
 
 def _accumulate(
@@ -279,15 +284,20 @@ def _accumulate(
         vectors = heads.double()
         outer = vectors.mT @ vectors  # [heads, d, d]
         total = vectors.sum(1)  # [heads, d]
-        getattr(sums, 2 * name)[layer] += _by_lane(outer, lanes)
-        getattr(sums, name)[layer] += _by_lane(total, lanes)
-    sums.spread[layer] += _by_lane(spread, lanes)
+        _add(getattr(sums, 2 * name)[layer], _by_lane(outer, lanes))
+        _add(getattr(sums, name)[layer], _by_lane(total, lanes))
+    _add(sums.spread[layer], _by_lane(spread, lanes))
     sizes = hidden.double().square().sum(-1)  # [T]
     sums.hidden[layer] += len(sizes) * float(sizes.median())
     for name, heads in (("k_max", k), ("v_max", v)):
-        largest = getattr(sums, name)
         here = heads.abs().amax(1).double().cpu().numpy()
-        largest[layer] = np.maximum(largest[layer], here)
+        largest = getattr(sums, name)[layer][tuple(map(slice, here.shape))]
+        np.maximum(largest, here, out=largest)
+
+
+def _add(total: Array, here: Array) -> None:
+    """Add what a layer has, which may have fewer heads or dims than others."""
+    total[tuple(map(slice, here.shape))] += here
 
 
 def _by_lane(per_head: Tensor, lanes: int) -> Array:

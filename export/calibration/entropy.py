@@ -139,4 +139,4 @@ def observe(
         (entropies.likeness, unit @ unit.mT),
     )
     for array, ranks in found:
-        array[at] = ranks.cpu().numpy()
+        array[(*at, *map(slice, ranks.shape))] = ranks.cpu().numpy()

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.effective_ranks import Entropies
-from kvlathe.plan.heads import ModelShape
+from kvlathe.plan import json_fields
+from kvlathe.plan.heads import HeadShape, ModelShape
 
 SCHEMA_VERSION = 3
 MAXIMA = ("k_max", "v_max")
@@ -33,7 +34,9 @@ Array = npt.NDArray[np.float64]
 @dataclass(frozen=True, eq=False)
 class Moments:
     """Sums over ``tokens`` tokens. q and k are post-RoPE; q, o and ``spread`` are also
-    summed over the lane's query heads.
+    summed over the lane's query heads. Of layers that read one cache, q is their sum
+    and o and ``spread`` are their mean, where it is stored. A layer with fewer heads or
+    dims than others has zeros there.
 
     ``qq``, ``kk``, ``vv``, ``oo`` [L, H, d, d]: outer products x^T x of queries, keys,
     values and of attention's outputs (probabilities times values, before W_O). ``q``,
@@ -135,6 +138,41 @@ class Stats:
             self, halves=(self.halves[index], Moments.zeros(self.shape))
         )
 
+    def kinds(self) -> list[tuple[list[int], Stats]]:
+        """Layers whose heads have one shape, and the statistics of them alone, as of a
+        model that has no others."""
+        if self.shape.alike:
+            return [([*range(self.shape.layers)], self)]
+        layers: dict[HeadShape, list[int]] = {}
+        for layer in range(self.shape.layers):
+            if self.shape.lanes(layer):
+                layers.setdefault(self.shape.heads(layer), []).append(layer)
+        return [(own, self._of(own, heads)) for heads, own in layers.items()]
+
+    def _of(self, layers: list[int], heads: HeadShape) -> Stats:
+        def part(x: Array) -> Array:
+            inner = [heads.kv_heads, *[heads.head_dim] * (x.ndim - 2)][: x.ndim - 1]
+            return x[(layers, *map(slice, inner))]
+
+        def parts(half: Moments) -> Moments:
+            return Moments(half.tokens, **{x: part(getattr(half, x)) for x in ARRAYS})
+
+        return dataclasses.replace(
+            self,
+            shape=dataclasses.replace(
+                self.shape,
+                layers=len(layers),
+                kv_heads=heads.kv_heads,
+                head_dim=heads.head_dim,
+                own_heads=(),
+                sources=(),
+            ),
+            scale=self.scale[layers],
+            wv_gram=part(self.wv_gram),
+            wo_gram=part(self.wo_gram),
+            halves=(parts(self.halves[0]), parts(self.halves[1])),
+        )
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 over every number that planning may read."""
@@ -213,7 +251,7 @@ class Stats:
 
 
 def _assembled(header: dict[str, Any], arrays: dict[str, Array]) -> Stats:
-    shape = ModelShape(**header["shape"])
+    shape = json_fields.read(ModelShape, header["shape"], "shape")
     empty = Moments.zeros(shape)
     halves = []
     for i, tokens in enumerate(header["tokens"]):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from kvlathe.layers.routing import Scores
     from kvlathe.layers.temperature import Temperature
+    from kvlathe.plan.heads import HeadShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,10 @@ class Family:
     activation: str
     kv_heads: int
     intermediate_size: int
+    own_heads: tuple[HeadShape, ...] = ()
+    """Heads of each layer, where layers differ; ``kv_heads`` is then the most."""
+    sources: tuple[int, ...] = ()
+    """The layer whose keys and values each layer reads; empty: its own."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False

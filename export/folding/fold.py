@@ -29,8 +29,8 @@ from kvlathe.export.folding.lane_fold import LaneFold, lane_folds, pad
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import ahead
-from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import rope_state
+from kvlathe.plan.heads import HeadShape
 from kvlathe.plan.plan import CompressionPlan
 
 Make = Callable[[], Tensor]
@@ -115,27 +115,29 @@ def _inputs(
     makers: dict[str, Make] = {}
     for role, maps in (("q", q), ("k", k), ("v", v)):
         name = f"{at}{role}.weight"
-        makers[name] = partial(_columns, checkpoint, name, maps)
+        makers[name] = partial(_columns, checkpoint, layer, name, maps)
     biased = checkpoint.has(f"{at}q.bias")
     if biased:
         name = f"{at}q.bias"
-        makers[name] = partial(_columns, checkpoint, name, q)
+        makers[name] = partial(_columns, checkpoint, layer, name, q)
     if biased or spec.rope is None:
         name = f"{at}k.bias"
-        makers[name] = partial(_bias, checkpoint, name, k, shift_k)
+        makers[name] = partial(_bias, checkpoint, layer, name, k, shift_k)
     name = f"{at}v.bias"
-    makers[name] = partial(_bias, checkpoint, name, v, shift_v)
+    makers[name] = partial(_bias, checkpoint, layer, name, v, shift_v)
     return makers
 
 
-def _columns(checkpoint: Checkpoint, name: str, maps: dict[int, Tensor]) -> Tensor:
+def _columns(
+    checkpoint: Checkpoint, layer: int, name: str, maps: dict[int, Tensor]
+) -> Tensor:
     """[..., heads * d] -> every kept lane's heads, each times its lane's [d, n];
     ``heads`` is Hq or H."""
-    spec = checkpoint.spec
+    own = checkpoint.spec.heads(layer)
     weight = checkpoint.weight(name)
-    if _keeps_all(maps, spec):
+    if _keeps_all(maps, own):
         return weight
-    heads = weight.unflatten(-1, (spec.kv_heads, -1, spec.head_dim))
+    heads = weight.unflatten(-1, (own.kv_heads, -1, own.head_dim))
     columns = []
     for head, matrix in maps.items():
         product = heads[..., head, :, :].double() @ matrix.to(weight.device)
@@ -143,22 +145,23 @@ def _columns(checkpoint: Checkpoint, name: str, maps: dict[int, Tensor]) -> Tens
     return torch.cat(columns, -1)
 
 
-def _keeps_all(maps: dict[int, Tensor], spec: DecoderSpec) -> bool:
-    identity = torch.eye(spec.head_dim, device="cpu")
+def _keeps_all(maps: dict[int, Tensor], own: HeadShape) -> bool:
+    identity = torch.eye(own.head_dim, device="cpu")
     unchanged = all(torch.equal(matrix, identity) for matrix in maps.values())
-    return unchanged and len(maps) == spec.kv_heads
+    return unchanged and len(maps) == own.kv_heads
 
 
 def _bias(
     checkpoint: Checkpoint,
+    layer: int,
     name: str,
     maps: dict[int, Tensor],
     shifts: dict[int, Tensor],
 ) -> Tensor:
     """(bias - shift) @ map of each kept lane; a model without this bias has zeros."""
-    spec = checkpoint.spec
-    bias = _bias_or_zeros(checkpoint, name, spec.kv_heads * spec.head_dim)
-    heads = bias.unflatten(0, (spec.kv_heads, spec.head_dim))
+    own = checkpoint.spec.heads(layer)
+    bias = _bias_or_zeros(checkpoint, name, own.kv_heads * own.head_dim)
+    heads = bias.unflatten(0, (own.kv_heads, own.head_dim))
     parts = []
     for head, matrix in maps.items():
         centred = heads[head] - shifts[head].to(bias.device)
@@ -193,7 +196,7 @@ def _gated_outputs(
     at = f"layers.{layer}."
     folds = {lane.head: lane for lane in lanes}
     sources: list[LaneFold] = []
-    for head in range(checkpoint.spec.kv_heads):
+    for head in range(checkpoint.spec.heads(layer).kv_heads):
         filled = plan.index.lane(layer, head).fill_from
         sources.append(folds[head if filled is None else filled])
     rank = max(len(lane.out) for lane in sources)
@@ -219,9 +222,10 @@ def _readers(
     d, D] float64."""
     spec = checkpoint.spec
     weight = checkpoint.weight(f"layers.{layer}.o.weight")
-    value_dim = spec.shape.value_dim
-    heads = weight.unflatten(0, (spec.kv_heads, spec.group_size, value_dim))
-    sources = [plan.index.lane(layer, head).fill_from for head in range(spec.kv_heads)]
+    value_dim = spec.shape.value_dim(layer)
+    heads = weight.unflatten(0, (-1, spec.group(layer), value_dim))
+    every = range(len(heads))
+    sources = [plan.index.lane(layer, head).fill_from for head in every]
     for lane in lanes:
         filled = [head for head, source in enumerate(sources) if source == lane.head]
         yield lane, heads[[lane.head, *filled]].sum(0, dtype=torch.double)

@@ -27,13 +27,10 @@ def write_heads(
     spec: DecoderSpec, plan: CompressionPlan, basis: Basis, path: Path
 ) -> None:
     """Raises KvlatheError unless plan, basis and model belong together."""
-    order = list(range(spec.head_dim))
-    if spec.rope is not None:
-        order = spec.rope.order
     arrays: dict[str, Tensor] = {}
     for layer, folds in lane_folds(spec, plan, basis).items():
         for fold in folds:
-            for name, matrix in _matrices(fold, order).items():
+            for name, matrix in _matrices(fold, spec.order(layer)).items():
                 arrays[f"{layer}.{fold.head}.{name}"] = matrix
     with path.open("wb") as file:
         np.savez(

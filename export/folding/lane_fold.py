@@ -53,7 +53,9 @@ def lane_folds(
         )
     folds: dict[int, list[LaneFold]] = {layer: [] for layer in range(spec.layers)}
     for layer, of_layer in folds.items():
-        if spec.family.wide_qk_norm and len(plan.index.active(layer)) < spec.kv_heads:
+        if spec.family.wide_qk_norm and len(
+            plan.index.active(layer)
+        ) < spec.shape.lanes(layer):
             raise KvlatheError(
                 f"the plan removes heads of layer {layer}",
                 "this model's QK-norm is of all heads together",
@@ -68,8 +70,8 @@ def lane_folds(
 
 def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     _check_lane(spec, lane, given)
-    d, width, rank = spec.head_dim, lane.input_dim, lane.rank_k
-    value_dim = spec.shape.value_dim
+    d, width, rank = spec.heads(lane.layer).head_dim, lane.input_dim, lane.rank_k
+    value_dim = spec.shape.value_dim(lane.layer)
     picked = _eye(d, d)[:, _dims(lane, d)]
     in_weights = not lane.projected
     rows = d if lane.rope == "none" and in_weights else width
@@ -126,7 +128,7 @@ def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
             "mend the method that made this plan",
         )
 
-    d, planes = spec.head_dim, lane.planes
+    d, planes = spec.heads(lane.layer).head_dim, lane.planes
     if spec.family.latent is not None and given != LaneBasis():
         refuse(
             "has a basis",

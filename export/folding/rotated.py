@@ -41,14 +41,15 @@ class HeadRotations:
 
     def of_values(self, layer: int) -> Tensor:
         """[H, d, d] float64"""
-        d, heads = self.spec.head_dim, range(self.spec.kv_heads)
+        own = self.spec.heads(layer)
+        heads, d = range(own.kv_heads), own.head_dim
         return torch.stack([self._drawn(layer, head, 1, d) for head in heads])
 
     def of_keys(self, layer: int) -> Tensor:
         """[H, d, d] float64, in Rope's canonical order: the identity but on the dims
         that do not turn."""
-        d = self.spec.head_dim
-        every = torch.eye(d, dtype=torch.double).repeat(self.spec.kv_heads, 1, 1)
+        own = self.spec.heads(layer)
+        every = torch.eye(own.head_dim, dtype=torch.double).repeat(own.kv_heads, 1, 1)
         free = self.free(layer)
         for head in range(len(every) if len(free) else 0):
             every[head, free[:, None], free] = self._drawn(layer, head, 0, len(free))
@@ -60,7 +61,7 @@ class HeadRotations:
         if "q_norm" in spec.family.names:
             return torch.arange(0)
         if not spec.ropes:
-            return torch.arange(spec.head_dim)
+            return torch.arange(spec.heads(layer).head_dim)
         rope = spec.ropes[spec.rope_of[layer]]
         planes = zip(rope.inv_freq, rope.amplitude, strict=True)
         still = torch.tensor([pair == (0.0, 1.0) for pair in planes])
@@ -123,22 +124,23 @@ class RotatedCheckpoint:
                 if self._checkpoint.has(own):
                     yield own, layer, role
 
-    def _rotate(self, own: str, layer: int, role: str, stored: Tensor) -> None:
-        """Rotate the decoder's tensor ``own`` where it lies in ``stored``."""
+    def _rotate(self, name: str, layer: int, role: str, stored: Tensor) -> None:
+        """Rotate the decoder's tensor ``name`` where it lies in ``stored``."""
         spec = self._checkpoint.spec
         # What finds a tensor in the stored one finds the places of its numbers, too.
         places = torch.arange(stored.numel()).view(stored.shape)
-        place = cut(spec, own, places).contiguous()
+        place = cut(spec, name, places).contiguous()
         flat = stored.view(-1)
         before = flat[place.view(-1)].view(place.shape).double()
+        own = spec.heads(layer)
         if role == OUTPUTS:
             turn = self._rotations.of_values(layer)
-            heads = before.unflatten(0, (spec.kv_heads, -1, spec.head_dim))
+            heads = before.unflatten(0, (own.kv_heads, -1, own.head_dim))
             after = torch.einsum("hgdo,hde->hgeo", heads, turn)
         else:
             of = (
                 self._rotations.of_values if role == VALUES else self._rotations.of_keys
             )
-            heads = before.unflatten(-1, (spec.kv_heads, -1, spec.head_dim))
+            heads = before.unflatten(-1, (own.kv_heads, -1, own.head_dim))
             after = torch.einsum("...hgd,hde->...hge", heads, of(layer))
         flat[place.view(-1)] = after.reshape(-1).to(stored.dtype)

@@ -33,10 +33,11 @@ def scaled(lanes: tuple[Lane, ...], basis: Basis, stats: Stats, sides: str) -> B
             continue
         at = (lane.layer, lane.head)
         given = scaled_basis.get(at, LaneBasis())
+        d = stats.shape.heads(lane.layer).head_dim
         if "k" in sides:
-            given = _scaled_k(lane, given, moments.kk[at] / moments.tokens)
+            given = _scaled_k(lane, given, moments.kk[at][:d, :d] / moments.tokens)
         if "v" in sides:
-            given = _scaled_v(given, moments.vv[at] / moments.tokens)
+            given = _scaled_v(given, moments.vv[at][:d, :d] / moments.tokens)
         scaled_basis[at] = given
     return scaled_basis
 

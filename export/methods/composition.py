@@ -301,7 +301,7 @@ def _composed(
         lanes, basis = in_bases(lanes, joined.turn(given, settings.seed))
     if joined.cold is not None and not shape.latent:
         lanes, basis = rotated(
-            lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
+            lanes, basis, shape, joined.cold, joined.hadamard, settings.seed
         )
     if joined.scales:
         given = _statistics(compression.text, stats)
@@ -331,8 +331,10 @@ def whole_ranks_note(compression: Compression, plan: CompressionPlan) -> str:
         return ""
     whole = allocate.whole(plan.model.head_dim)
     kept = [lane for lane in plan.lanes if not lane.removed]
-    if any(min(lane.rank_k, lane.rank_v) < whole for lane in kept):
-        return ""
+    for lane in kept:
+        dims = allocate.whole(plan.model.heads(lane.layer).head_dim)
+        if min(lane.rank_k, lane.rank_v) < dims:
+            return ""
     if any(lane.rope == "planes" for lane in kept):
         return ""
     return _whole_ranks(plan, whole)

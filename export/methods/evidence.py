@@ -15,9 +15,8 @@ from kvlathe.export.bases.rotation import (
 )
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.compression import Compression
-from kvlathe.export.methods.lowrank import bases, kept
+from kvlathe.export.methods.lowrank import bases
 from kvlathe.export.methods.options import RankOptions
-from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import CompressionPlan
 
 Array = npt.NDArray[np.floating]
@@ -63,23 +62,25 @@ def evidence(
         return Evidence(
             whole.spectrum_k,
             whole.spectrum_v,
-            *_stability(plan.lanes, "k", of_first.b, of_second.b, moments.kk),
-            *_stability(plan.lanes, "v", of_first.a_v, of_second.a_v, moments.vv),
+            *_stability(plan, "k", of_first.b, of_second.b, moments.kk),
+            *_stability(plan, "v", of_first.a_v, of_second.a_v, moments.vv),
         )
     return None
 
 
 def _stability(
-    lanes: tuple[Lane, ...], side: str, one: Array, other: Array, moments: Array
+    plan: CompressionPlan, side: str, one: Array, other: Array, moments: Array
 ) -> tuple[Array, Array, Array, Array]:
     """epsilon, delta, angle and missed, [L, H] each. ``one``, ``other``: bases [L, H,
     d, d]; ``moments`` [L, H, d, d] of the half that ``other`` was made from."""
-    pairs = list(zip(kept(lanes, one, side), kept(lanes, other, side), strict=True))
-    of_lanes = moments.reshape(-1, *moments.shape[2:])
-    angle = np.array([principal_angle(a, b) for a, b in pairs])
-    missed = np.empty(len(pairs))
-    for i, (a, b) in enumerate(pairs):
-        missed[i] = energy_missed(a, b, of_lanes[i])
-    epsilon, delta = element_change(one, other)
-    shape = epsilon.shape
-    return epsilon, delta, angle.reshape(shape), missed.reshape(shape)
+    found = np.zeros((4, *one.shape[:2]))
+    for lane in plan.lanes:
+        at = lane.layer, lane.head
+        d = plan.model.heads(lane.layer).head_dim
+        a, b = one[at][:d, :d], other[at][:d, :d]
+        epsilon, delta = element_change(a, b)
+        rank = getattr(lane, f"rank_{side}")
+        a, b = a[:, :rank], b[:, :rank]
+        missed = energy_missed(a, b, moments[at][:d, :d])
+        found[:, lane.layer, lane.head] = epsilon, delta, principal_angle(a, b), missed
+    return found[0], found[1], found[2], found[3]

@@ -13,7 +13,12 @@ import numpy.typing as npt
 
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.hadamard import hadamard
-from kvlathe.export.bases.rotation import Rotation, balanced_basis, balanced_rotation
+from kvlathe.export.bases.rotation import (
+    Rotation,
+    balanced_basis,
+    balanced_rotation,
+    by_kind,
+)
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.plan.formats import Format
 from kvlathe.plan.heads import RANK_MULTIPLE
@@ -97,7 +102,7 @@ class Grid:
 
     @cached_property
     def _rotation(self) -> Rotation:
-        return balanced_rotation(self.stats)
+        return by_kind(self.stats, balanced_rotation)
 
     @cached_property
     def sizes(self) -> Places:
@@ -146,20 +151,21 @@ class Grid:
         bases = self._rotation
         at = (layer, head)
         rng = np.random.default_rng((self.seed, layer, head, int(side == "v")))
-        dims = min(rank, self.stats.shape.head_dim)
+        d = self.stats.shape.heads(layer).head_dim
+        dims = min(rank, d)
         turn = hadamard(rank, rng)[:dims]
         if side == "k":
-            into = bases.b[at][:, :rank]
-            back = bases.a[at][:, :rank]
-            return Cut(into @ turn, back @ turn, bases.centre_k[at])
-        into = bases.a_v[at][:, :rank]
-        back = bases.o_v[at][:rank].T
-        readers = self.stats.wo_gram[at]
-        stored = into.T @ self._values[at] @ into  # [rank, rank]
+            into = bases.b[at][:d, :dims]
+            back = bases.a[at][:d, :dims]
+            return Cut(into @ turn, back @ turn, bases.centre_k[at][:d])
+        into = bases.a_v[at][:d, :dims]
+        back = bases.o_v[at][:dims, :d].T
+        readers = self.stats.wo_gram[at][:d, :d]
+        stored = into.T @ self._values[at][:d, :d] @ into  # [rank, rank]
         axes = balanced_basis(stored, back.T @ readers @ back)
         into = into @ axes.into @ turn
         back = back @ axes.back @ turn
-        return Cut(into, back, bases.centre_v[at])
+        return Cut(into, back, bases.centre_v[at][:d])
 
 
 def _whole_pages(tokens: int, page: int) -> int:

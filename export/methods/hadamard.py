@@ -20,13 +20,13 @@ from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.methods.method import Hadamard
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.heads import Lane
+from kvlathe.plan.heads import Lane, ModelShape
 
 
 def rotated(
     lanes: tuple[Lane, ...],
     basis: Basis,
-    head_dim: int,
+    shape: ModelShape,
     tier: Tier,
     sides: Hadamard,
     seed: int,
@@ -47,7 +47,7 @@ def rotated(
                 lane, given = _rotated_k(lane, given, rng)
             if "v" in named:
                 rng = np.random.default_rng((seed, *at, 1))
-                given = _rotated_v(given, head_dim, rng)
+                given = _rotated_v(given, shape.value_dim(lane.layer), rng)
             rotated_basis[at] = given
         rotated_lanes.append(lane)
     return tuple(rotated_lanes), rotated_basis
@@ -77,8 +77,8 @@ def _rotated_k(
     return dataclasses.replace(lane, projected=turns), rotated
 
 
-def _rotated_v(given: LaneBasis, head_dim: int, rng: np.random.Generator) -> LaneBasis:
-    rank = head_dim if given.a_v is None else given.a_v.shape[1]
+def _rotated_v(given: LaneBasis, dims: int, rng: np.random.Generator) -> LaneBasis:
+    rank = dims if given.a_v is None else given.a_v.shape[1]
     s = hadamard(rank, rng)
     a_v = s if given.a_v is None else given.a_v @ s
     o_v = s.T if given.o_v is None else s.T @ given.o_v

@@ -4,8 +4,7 @@ low-rank method shares."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis, LaneBasis
-from kvlathe.export.bases.rotation import Rotation, plane_energy
+from kvlathe.export.bases.rotation import Rotation, by_kind, plane_energy
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.method import Decision
 from kvlathe.export.methods.options import DEFAULT_RATE, RankOptions
@@ -31,15 +30,14 @@ STEP = 0.01
 
 def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
     """Every lane whole: the uncompressed model."""
-    d = shape.head_dim
-    ranks = allocate.whole(d), allocate.whole(shape.value_dim)
     kind = "full" if rope else "none"
-    places = itertools.product(range(shape.layers), range(shape.kv_heads))
     once = shape.latent > 0
-    return tuple(
-        Lane(layer, head, d, *ranks, kind, values_in_keys=once)
-        for layer, head in places
-    )
+    lanes: list[Lane] = []
+    for layer, head in shape.places:
+        d, of_value = shape.heads(layer).head_dim, shape.value_dim(layer)
+        ranks = allocate.whole(d), allocate.whole(of_value)
+        lanes.append(Lane(layer, head, d, *ranks, kind, values_in_keys=once))
+    return tuple(lanes)
 
 
 def low_rank(
@@ -50,9 +48,10 @@ def low_rank(
     whole = bases(stats, options, rotate)
     papers = whole
     if options.rope_fold == "planes" or options.basis == "balanced":
-        papers = rotate(stats, options.asked(basis="svd"))
+        plain = options.asked(basis="svd")
+        papers = by_kind(stats, lambda own: rotate(own, plain))
     budget = _budget(stats, options, papers)
-    ranks = _ranks(options, whole, budget)
+    ranks = _ranks(stats.shape, options, whole, budget)
     ranks_k, ranks_v = ranks.reshape(2, -1).tolist()
     uncut = full_lanes(stats.shape, stats.rope)
     lanes = []
@@ -61,13 +60,14 @@ def low_rank(
         at = (lane.layer, lane.head)
         planes: tuple[int, ...] = ()
         if options.rope_fold == "planes":
-            planes = _planes(whole.b[at], rank_k)
+            d = lane.input_dim
+            planes = _planes(whole.b[at][:d, :d], rank_k)
         cut, basis[at] = _cut(lane, rank_k, rank_v, planes, whole)
         lanes.append(cut)
     notes = dataclasses.asdict(options)
     notes |= {"allocation": options.spending, "calibration": stats.source}
     if options.removal_rate is None:
-        notes["removal_rate"] = _rate(options, papers, budget)
+        notes["removal_rate"] = _rate(stats.shape, options, papers, budget)
     return Decision(tuple(lanes), basis, notes=notes)
 
 
@@ -76,74 +76,96 @@ def bases(
 ) -> Rotation:
     """The bases that are cut: the method's, or RoPE planes in place of those of K. Raises
     KvlatheError without RoPE."""
-    own = rotate(stats, options)
-    if options.rope_fold != "planes":
-        return own
-    if not stats.rope:
+    if options.rope_fold == "planes" and not stats.rope:
         raise KvlatheError(
             "rope_fold=planes cannot be used",
             "the model has no RoPE",
             "leave it out: its basis folds as it is",
         )
+    return by_kind(stats, lambda own: _of_kind(own, options, rotate))
+
+
+def _of_kind(
+    stats: Stats, options: RankOptions, rotate: Callable[[Stats, RankOptions], Rotation]
+) -> Rotation:
+    """The bases of layers with one shape of heads."""
+    own = rotate(stats, options)
+    if options.rope_fold != "planes":
+        return own
     return _by_planes(own, plane_energy(stats))
 
 
 # -- ranks -----------------------------------------------------------------------------
-def _rows(k: Array, v: Array) -> Array:
+def _rows(shape: ModelShape, k: Array, v: Array) -> Array:
     """[L, H, d] of K and of V -> [2 * lanes, d]: every K lane, then every V lane."""
-    return np.concatenate([k, v]).reshape(-1, k.shape[-1])
+    at = tuple(np.array(shape.places).T)
+    return np.concatenate([k[at], v[at]])
+
+
+def _dims(shape: ModelShape) -> npt.NDArray[np.int64]:
+    """[2 * lanes]: dims of each row."""
+    return np.array([shape.heads(layer).head_dim for layer, _ in shape.places] * 2)
 
 
 def _budget(stats: Stats, options: RankOptions, papers: Rotation) -> int:
     """The sum of ranks that the target leaves. ``papers``: the method's own bases,
     which the removal rate is taken of.
     """
-    spectrum = _rows(papers.spectrum_k, papers.spectrum_v)
+    shape = stats.shape
+    spectrum = _rows(shape, papers.spectrum_k, papers.spectrum_v)
+    dims = _dims(shape)
     ratio = options.compression_ratio
     if ratio is None:
         rate = DEFAULT_RATE if options.removal_rate is None else options.removal_rate
-        return int(allocate.by_rate(spectrum, rate).sum())
-    rows, d = spectrum.shape
+        return int(allocate.by_rate(spectrum, dims, rate).sum())
     if not ratio:
-        return rows * allocate.whole(d)
-    dims = int((1 - ratio) * rows * d + 1e-9)
-    budget = dims // RANK_MULTIPLE * RANK_MULTIPLE
-    if d <= RANK_MULTIPLE:
+        return int(allocate.by_rate(spectrum, dims, 0.0).sum())
+    left = int((1 - ratio) * int(dims.sum()) + 1e-9)
+    budget = left // RANK_MULTIPLE * RANK_MULTIPLE
+    if (d := int(dims.max())) <= RANK_MULTIPLE:
         raise KvlatheError(
             f"heads of {d} dimensions cannot be cut",
             f"ranks are multiples of {RANK_MULTIPLE}",
             "choose a method that keeps all dimensions",
         )
-    if budget < rows * RANK_MULTIPLE:
+    if budget < len(dims) * RANK_MULTIPLE:
         raise KvlatheError(
             f"a compression ratio of {ratio:g} cannot be reached",
             f"every head keeps at least {RANK_MULTIPLE} of its {d} dimensions of K and of V",
-            f"ask for at most {best_ratio(stats.shape):.4g}",
+            f"ask for at most {best_ratio(shape):.4g}",
         )
     return budget
 
 
-def _rate(options: RankOptions, papers: Rotation, budget: int) -> float:
+def _rate(
+    shape: ModelShape, options: RankOptions, papers: Rotation, budget: int
+) -> float:
     """The papers' r whose ranks sum to about ``budget``."""
     if options.compression_ratio is None:
         return DEFAULT_RATE
-    spectrum = _rows(papers.spectrum_k, papers.spectrum_v)
-    return allocate.rate_within(spectrum, budget)
+    spectrum = _rows(shape, papers.spectrum_k, papers.spectrum_v)
+    return allocate.rate_within(spectrum, _dims(shape), budget)
 
 
-def _ranks(options: RankOptions, whole: Rotation, budget: int) -> npt.NDArray[np.int64]:
+def _ranks(
+    shape: ModelShape, options: RankOptions, whole: Rotation, budget: int
+) -> npt.NDArray[np.int64]:
     """[2 * lanes] ranks of K lanes, then of V lanes, summing to at most ``budget``."""
-    spectrum = _rows(whole.spectrum_k, whole.spectrum_v)
+    dims = _dims(shape)
     if options.spending == "uniform":
-        return allocate.uniform(len(spectrum), spectrum.shape[-1], budget)
+        return allocate.uniform(dims, budget)
     if options.spending == "global":
-        return allocate.by_loss(_rows(whole.loss_k, whole.loss_v), budget)
-    return allocate.by_rate(spectrum, allocate.rate_within(spectrum, budget))
+        loss = _rows(shape, whole.loss_k, whole.loss_v)
+        return allocate.by_loss(loss, dims, budget)
+    spectrum = _rows(shape, whole.spectrum_k, whole.spectrum_v)
+    rate = allocate.rate_within(spectrum, dims, budget)
+    return allocate.by_rate(spectrum, dims, rate)
 
 
 def best_ratio(shape: ModelShape) -> float:
     """The largest compression ratio that ranks can reach."""
-    return max(0.0, 1 - RANK_MULTIPLE / shape.head_dim)
+    dims = _dims(shape)
+    return max(0.0, 1 - RANK_MULTIPLE * len(dims) / int(dims.sum()))
 
 
 def within(
@@ -209,9 +231,9 @@ def _cut(
         )
     elif rank_k < d:
         matrices |= {
-            "a": whole.a[at][:, :rank_k],
-            "b": whole.b[at][:, :rank_k],
-            "centre_k": whole.centre_k[at],
+            "a": whole.a[at][:d, :rank_k],
+            "b": whole.b[at][:d, :rank_k],
+            "centre_k": whole.centre_k[at][:d],
         }
         folded = lane.rope == "none"
         lane = dataclasses.replace(
@@ -219,9 +241,9 @@ def _cut(
         )
     if rank_v < d:
         matrices |= {
-            "a_v": whole.a_v[at][:, :rank_v],
-            "o_v": whole.o_v[at][:rank_v],
-            "centre_v": whole.centre_v[at],
+            "a_v": whole.a_v[at][:d, :rank_v],
+            "o_v": whole.o_v[at][:rank_v, :d],
+            "centre_v": whole.centre_v[at][:d],
         }
     return dataclasses.replace(lane, rank_v=rank_v), LaneBasis(**matrices)
 
@@ -249,11 +271,3 @@ def _planes(units: Array, rank: int) -> tuple[int, ...]:
         return ()
     planes = units[:, :rank:2].argmax(0)
     return tuple(sorted(planes.tolist()))
-
-
-def kept(lanes: tuple[Lane, ...], matrices: Array, side: str) -> Iterator[Array]:
-    """Each lane's kept columns of ``matrices`` [L, H, d, d]."""
-    return (
-        matrices[lane.layer, lane.head][:, : getattr(lane, f"rank_{side}")]
-        for lane in lanes
-    )

@@ -13,6 +13,7 @@ import dataclasses
 
 import numpy as np
 
+from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.bases.rotation import eigen
@@ -30,9 +31,8 @@ def balanced_keys(stats: Stats, seed: int) -> Basis:
     make of it."""
     grid = Grid(stats, PAGE, seed, PAGE)
     basis = Basis()
-    shape = stats.shape
-    rank = -(-shape.head_dim // 16) * 16
-    for layer, head in np.ndindex(shape.layers, shape.kv_heads):
+    for layer, head in stats.shape.places:
+        rank = allocate.whole(stats.shape.heads(layer).head_dim)
         cut = grid.cut("k", layer, head, rank)
         basis[layer, head] = LaneBasis(a=cut.back, b=cut.into, centre_k=cut.centre)
     return basis
@@ -45,13 +45,14 @@ def reader_axes(stats: Stats, seed: int, per_layer: bool) -> Basis:
     moments = stats.whole
     basis = Basis()
     for layer in range(stats.shape.layers):
-        queries = moments.qq[layer]  # [H, d, d]
-        outputs = moments.oo[layer]
+        heads, d = stats.shape.lanes(layer), stats.shape.heads(layer).head_dim
+        queries = moments.qq[layer, :heads, :d, :d]  # [H, d, d]
+        outputs = moments.oo[layer, :heads, :d, :d]
         if per_layer:
             queries, outputs = (
                 np.broadcast_to(x.sum(0), x.shape) for x in (queries, outputs)
             )
-        for head in range(stats.shape.kv_heads):
+        for head in range(heads):
             k = _turned(queries[head], (seed, layer, head, 0))
             v = _turned(outputs[head], (seed, layer, head, 1))
             basis[layer, head] = LaneBasis(a=k, b=k, a_v=v, o_v=v.T)

@@ -83,7 +83,7 @@ def window(sink: int, recent: int, page_tokens: int) -> Window:
 def check(options: WindowOptions, shape: ModelShape) -> None:
     """Raise KvlatheError for heads that a model of ``shape`` lacks."""
     for layer, head in options.whole:
-        if layer >= shape.layers or head >= shape.kv_heads:
+        if (layer, head) not in shape.places:
             raise KvlatheError(
                 f"there is no head {layer}.{head}",
                 f"the model has {shape.layers} layers of {shape.kv_heads} KV heads",

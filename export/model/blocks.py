@@ -3,6 +3,8 @@ the angles of RoPE. What a norm computes is said in kvlathe/layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -173,14 +175,15 @@ def table(
 class Rotator(nn.Module):
     """cos and sin of every position and plane, computed in float32 as transformers
     does, for each of the model's rotations. State: ``inv_freq`` and ``amplitude`` [d/2]
-    of the first, ``inv_freq_1`` ... of the others (kvlathe/layers/decoder.py)."""
+    of the first, ``inv_freq_1`` ... of the others (kvlathe/layers/decoder.py).
+    ``planes``: of each of them."""
 
-    def __init__(self, ropes: int, planes: int) -> None:
+    def __init__(self, planes: Sequence[int]) -> None:
         super().__init__()
-        self.ropes = ropes
-        for rope in range(ropes):
+        self.ropes = len(planes)
+        for rope, count in enumerate(planes):
             for name in rope_names(rope):
-                self.register_buffer(name, torch.empty(planes, dtype=torch.float32))
+                self.register_buffer(name, torch.empty(count, dtype=torch.float32))
 
     def forward(
         self, positions: Tensor, dtype: torch.dtype

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.positions = (
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
-        self.rope = Rotator(len(spec.ropes), spec.planes) if spec.ropes else None
+        self.rope = Rotator(spec.planes) if spec.ropes else None
         self.rope_of = [spec.rope_of[layer] if spec.ropes else 0 for layer in layers]
         self.layers = nn.ModuleDict(
             {

@@ -47,24 +47,24 @@ class Widths:
     def folded(cls, spec: DecoderSpec, plan: CompressionPlan, layer: int) -> Widths:
         """Widths of a layer whose plan is folded into its weights."""
         lanes = plan.index.active(layer)
-        group = plan.model.group_size
+        group = plan.model.group(layer)
         k = sum(lane.input_dim for lane in lanes)
         v = sum(lane.rank_v for lane in lanes)
         folded = cls(q=group * k, k=k, v=v, o=group * v)
         if not spec.has_out_gates:
             return folded
-        places = head_places(plan, layer)
-        return replace(folded, o=cls.whole(spec).o, outputs=places)
+        o = plan.model.query_heads * plan.model.value_dim(layer)
+        return replace(folded, o=o, outputs=head_places(plan, layer))
 
     @classmethod
-    def whole(cls, spec: DecoderSpec) -> Widths:
+    def whole(cls, spec: DecoderSpec, layer: int) -> Widths:
         """Widths of a layer as the checkpoint has it."""
-        q = spec.query_heads * spec.head_dim
-        v = spec.shape.value_dim
+        heads = spec.heads(layer)
+        v = spec.shape.value_dim(layer)
         return cls(
-            q=q,
-            k=spec.kv_heads * spec.head_dim,
-            v=spec.kv_heads * v,
+            q=spec.query_heads * heads.head_dim,
+            k=heads.kv_heads * heads.head_dim,
+            v=heads.kv_heads * v,
             o=spec.query_heads * v,
         )
 
@@ -76,9 +76,9 @@ def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
     at = 0
     for lane in plan.index.active(layer):
         firsts[lane.head] = at
-        at += plan.model.group_size * lane.rank_v
+        at += plan.model.group(layer) * lane.rank_v
     places: list[tuple[int, int]] = []
-    for head in range(plan.model.kv_heads):
+    for head in range(plan.model.heads(layer).kv_heads):
         filled = plan.index.lane(layer, head).fill_from
         source = head if filled is None else filled
         places.append((firsts[source], plan.index.lane(layer, source).rank_v))
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
                 return None
             return Norm(kind, size, family.norm_eps, dtype)
 
-        self.head_dim, self.activation = spec.head_dim, family.activation
+        self.head_dim, self.activation = spec.heads(layer).head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
         self.latent, self.value_width = family.latent, widths.v
@@ -135,10 +135,14 @@ class DecoderLayer(nn.Module):
         self.q = linear(inputs, widths.q, family.qkv_bias and apart, dtype, form)
         self.k = linear(hidden, widths.k, biased_k, dtype, form)
         self.v = linear(hidden, widths.v, True, dtype, form) if apart else None
-        self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), family.qk_norm)
-        self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), family.qk_norm)
+        self.q_norm = norm(
+            "q_norm", qk_norm_width(spec, "q_norm", layer), family.qk_norm
+        )
+        self.k_norm = norm(
+            "k_norm", qk_norm_width(spec, "k_norm", layer), family.qk_norm
+        )
         self.attend = attend
-        self._add_gates(spec, widths, dtype, form)
+        self._add_gates(spec, layer, widths, dtype, form)
         self.o = linear(widths.o, hidden, True, dtype, form)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
@@ -148,6 +152,7 @@ class DecoderLayer(nn.Module):
     def _add_gates(
         self,
         spec: DecoderSpec,
+        layer: int,
         widths: Widths,
         dtype: torch.dtype,
         form: WeightFormat | None,
@@ -158,8 +163,8 @@ class DecoderLayer(nn.Module):
             biased = has_bias(spec, "out_gate")
             self.out_gate = linear(spec.hidden_size, widths.o, biased, dtype, form)
         if widths.outputs:
-            size = spec.shape.value_dim
-            self.lift = HeadOutputBlock(widths.outputs, spec.group_size, size, dtype)
+            size = spec.shape.value_dim(layer)
+            self.lift = HeadOutputBlock(widths.outputs, spec.group(layer), size, dtype)
 
     def whole_heads(self, o: Tensor) -> Tensor:
         return o if self.lift is None else self.lift(o)

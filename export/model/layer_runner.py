@@ -40,9 +40,12 @@ class FullAttention(nn.Module):
     """PlainAttention in a layer's place. Its rows are (q, k, v) as a cache would see
     them, and o."""
 
-    def __init__(self, spec: DecoderSpec, attention: PlainAttention) -> None:
+    def __init__(
+        self, spec: DecoderSpec, layer: int, attention: PlainAttention
+    ) -> None:
         super().__init__()
-        self.head_dim, self.value_dim = spec.head_dim, spec.shape.value_dim
+        self.head_dim = spec.heads(layer).head_dim
+        self.value_dim = spec.shape.value_dim(layer)
         self.turns = spec.rope is not None
         self.attention = attention
 
@@ -80,15 +83,16 @@ class LayerRunner:
 
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         spec = checkpoint.spec
+        self.layer = layer
         prefix = f"layers.{layer}."
         sinks = None
         if checkpoint.has(f"{prefix}attend.sinks"):
             sinks = checkpoint.weight(f"{prefix}attend.sinks").flatten()
         self.attention = PlainAttention.of(spec, layer, sinks)
-        attention = FullAttention(spec, self.attention)
+        attention = FullAttention(spec, layer, self.attention)
         with torch.device("meta"):
             self._layer = DecoderLayer(
-                spec, layer, Widths.whole(spec), attention, torch.float32
+                spec, layer, Widths.whole(spec, layer), attention, torch.float32
             )
         for name, empty in self._layer.state_dict().items():
             tensor = torch.zeros(empty.shape, device=checkpoint.device)
@@ -145,7 +149,7 @@ class LayerRunner:
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
     if not spec.ropes:
         return None
-    turn = Rotator(len(spec.ropes), spec.planes)
+    turn = Rotator(spec.planes)
     for name, numbers in rope_state(spec).items():
         setattr(turn, name, torch.tensor(numbers, device=device))
     return turn

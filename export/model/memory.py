@@ -104,7 +104,8 @@ def of_prices(
     states *= spec.hidden_size
     lanes = (draws + 2) * tokens * spec.query_heads * spec.head_dim
     logits = 4 * max(LOGITS_AT_ONCE, spec.vocab_size) + WEIGHTS_AT_ONCE
-    forms = (6 + 2 * draws) * spec.group_size * queries * tokens
+    group = max(map(spec.group, range(spec.layers)))
+    forms = (6 + 2 * draws) * group * queries * tokens
     layer = _layer(spec, tokens, gradients=True)
     head = 2 * spec.vocab_size * spec.hidden_size
     return Need(

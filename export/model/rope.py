@@ -9,6 +9,7 @@ its first planes; the other dims become planes of frequency 0.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from kvlathe.export.families import Family
 
-SUPPORTED = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+SUPPORTED = (
+    *("default", "linear", "dynamic", "yarn", "longrope", "llama3"),
+    "proportional",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +62,36 @@ class Rope:
 
 
 def read_ropes(
-    config: PreTrainedConfig, head_dim: int, max_seq_len: int, family: Family
+    config: PreTrainedConfig,
+    head_dims: Sequence[int],
+    max_seq_len: int,
+    family: Family,
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """The rotations of a model without learned positions, and which of them each layer
-    has. Raises as ``read_rope``."""
+    has; ``head_dims`` of each layer. Raises as ``read_rope``."""
     if family.rope_parameters:
         config = copy.copy(config)
         config.rope_parameters = dict(family.rope_parameters)
     kinds = family.ropes or ("",) * config.num_hidden_layers
-    named = [kind for kind in dict.fromkeys(kinds) if kind is not None]
-    if not named:
+    of_layers = list(zip(kinds, head_dims, strict=True))
+    found: dict[tuple[str | None, int], Rope] = {}
+    for kind, dims in of_layers:
+        if kind is not None and (kind, dims) not in found:
+            rope = read_rope(config, dims, max_seq_len, family, kind)
+            found[kind, dims] = rope
+    if not found:
         raise KvlatheError(
             "no layer of the checkpoint has positions",
             "the decoder turns keys in one layer at least",
             "choose a checkpoint with RoPE in some layer",
         )
-    read = [read_rope(config, head_dim, max_seq_len, family, kind) for kind in named]
-    ropes = list(dict.fromkeys(read))
-    if None in kinds:
-        ropes.append(ropes[0].still)
-    of_kind = {kind: ropes.index(rope) for kind, rope in zip(named, read, strict=True)}
-    last = len(ropes) - 1
-    places = [last if kind is None else of_kind[kind] for kind in kinds]
+    turning = list(dict.fromkeys(found.values()))
+    for kind, dims in of_layers:
+        if kind is None:
+            like = next(x for x in turning if 2 * len(x.inv_freq) == dims)
+            found[kind, dims] = like.still
+    ropes = list(dict.fromkeys([*turning, *found.values()]))
+    places = [ropes.index(found[of_layer]) for of_layer in of_layers]
     return tuple(ropes), tuple(places)
 
 

@@ -16,7 +16,7 @@ from kvlathe.export.families.unknown import why_unknown
 from kvlathe.export.model.packed import has_mxfp4, read_packing
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.layers.rows import ACTIVATIONS
-from kvlathe.plan.heads import ModelShape
+from kvlathe.plan.heads import HeadShape, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,7 +63,8 @@ class DecoderSpec:
     ``max_positions``: tokens the model was made for; ``max_seq_len``: tokens of the
     longest sequence to be served, at most that. ``ropes`` is empty for learned
     positions; ``rope_of``: which of them each layer has. The dims of q and k are in
-    Rope's canonical order everywhere, the same for all ropes. Where heads share a
+    Rope's canonical order everywhere (``order``). Where layers differ in their heads,
+    ``head_dim`` is the most that any has (``heads``). Where heads share a
     latent, ``head_dim`` is that of the one key that they read.
     """
 
@@ -87,9 +88,9 @@ class DecoderSpec:
         return self.ropes[0] if self.ropes and self.family.latent is None else None
 
     @property
-    def planes(self) -> int:
+    def planes(self) -> tuple[int, ...]:
         """Planes of each of ``ropes``."""
-        return len(self.ropes[0].inv_freq)
+        return tuple(len(rope.inv_freq) for rope in self.ropes)
 
     @property
     def has_positions(self) -> bool:
@@ -107,8 +108,23 @@ class DecoderSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads for each KV head."""
+        """Query heads for each KV head, where layers are alike."""
         return self.query_heads // self.kv_heads
+
+    def heads(self, layer: int) -> HeadShape:
+        """The heads that a layer reads."""
+        return self.shape.heads(layer)
+
+    def group(self, layer: int) -> int:
+        """Query heads for each KV head of a layer."""
+        return self.shape.group(layer)
+
+    def order(self, layer: int) -> list[int]:
+        """Canonical dim c of a layer's queries and keys is the checkpoint's dim
+        order[c]."""
+        if self.rope is None:
+            return list(range(self.heads(layer).head_dim))
+        return self.ropes[self.rope_of[layer]].order
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -123,6 +139,8 @@ class DecoderSpec:
             softcap=self.family.attn_softcap,
             sinks="sinks" in self.family.names,
             latent=self.family.latent.rank if self.family.latent else 0,
+            own_heads=self.family.own_heads,
+            sources=self.family.sources,
         )
 
     @property
@@ -150,7 +168,7 @@ class DecoderSpec:
         """The factor of a layer's scores q.k before the softmax."""
         scales = self.family.scales
         if scales is None:
-            return self.head_dim**-0.5
+            return self.heads(layer).head_dim ** -0.5
         return scales[layer]
 
 
@@ -184,13 +202,16 @@ def _spec(
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = max([head_dim, *(own.head_dim for own in family.own_heads)])
     turning = head_dim
     if family.latent is not None:
         head_dim, turning = family.latent.key_dim, family.latent.turning
     _check_sizes(config, family, turning)
     ropes, rope_of = (), ()
     if "positions" not in family.names:
-        ropes, rope_of = read_ropes(config, turning, served, family)
+        own = [heads.head_dim for heads in family.own_heads]
+        dims = own or [turning] * config.num_hidden_layers
+        ropes, rope_of = read_ropes(config, dims, served, family)
     return DecoderSpec(
         model_type=raw["model_type"],
         family=family,

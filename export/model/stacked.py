@@ -137,7 +137,7 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     assert layer is not None
     if own == SINKS:
         every = stored(_stored(spec, "sinks", layer)).float()
-        return every.unflatten(0, (spec.kv_heads, spec.group_size))
+        return every.unflatten(0, (-1, spec.group(layer)))
     if own in CURVE:
         return _of_curve(own, _stored(spec, "curve", layer), stored)
     if own == CORRECTION:

@@ -101,15 +101,16 @@ def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
 def made(spec: DecoderSpec, name: str) -> Tensor | None:
     """The decoder's tensor ``name``, where no checkpoint stores it: weights of norms
     that have none, the bias of a layer norm that has none, positions of sines."""
-    _, role, kind = split_name(name)
+    layer, role, kind = split_name(name)
     family = spec.family
     if role in NORMS:
         if kind == "weight" and not family.norm_weight:
             return torch.ones(spec.hidden_size)
         if kind == "bias" and family.norm == "layer" and not family.norm_bias:
             return torch.zeros(spec.hidden_size)
-    if role in QK_NORMS and kind == "weight" and not family.qk_norm_weight:
-        return torch.ones(qk_norm_width(spec, role))
+    unweighted = role in QK_NORMS and not family.qk_norm_weight
+    if unweighted and layer is not None and kind == "weight":
+        return torch.ones(qk_norm_width(spec, role, layer))
     if role == "positions" and kind == "weight" and family.sinusoidal:
         return _sines(spec)
     return None
@@ -203,7 +204,8 @@ def _shapes_of(
         if role in whole:
             continue
         weight, bias = _stored_shape(spec, role, layer)
-        if made(spec, f"{role}.weight") is not None:
+        lead = "" if layer is None else f"layers.{layer}."
+        if made(spec, f"{lead}{role}.weight") is not None:
             continue
         for expert in range(experts if "{e}" in name else 1):
             at = name.replace("{i}", str(layer)).replace("{e}", str(expert))
@@ -219,9 +221,10 @@ def _stored_shape(
     """(weight, bias) of a stored role."""
     if spec.family.latent is not None and role in latent.SHAPED:
         return latent.stored_shape(spec, role)
-    d, hidden = spec.head_dim, spec.hidden_size
-    inner = 0 if layer is None else spec.family.inner(layer)
-    q, kv = spec.query_heads * d, spec.kv_heads * d
+    hidden, inner, q, kv = spec.hidden_size, 0, 0, 0
+    if layer is not None:
+        heads, inner = spec.heads(layer), spec.family.inner(layer)
+        q, kv = (n * heads.head_dim for n in (spec.query_heads, heads.kv_heads))
     if role in ("embed", "head"):
         return (spec.vocab_size, hidden), (spec.vocab_size,)
     if role == "positions":
@@ -229,7 +232,8 @@ def _stored_shape(
     if role in NORMS:
         return (hidden,), (hidden,)
     if role in QK_NORMS:
-        width = qk_norm_width(spec, role)
+        assert layer is not None
+        width = qk_norm_width(spec, role, layer)
         return (width,), (width,)
     experts = spec.family.experts
     if experts is not None:
@@ -268,12 +272,13 @@ def rope_state(spec: DecoderSpec) -> dict[str, tuple[float, ...]]:
     return state
 
 
-def qk_norm_width(spec: DecoderSpec, role: str) -> int:
+def qk_norm_width(spec: DecoderSpec, role: str, layer: int) -> int:
     """Numbers of a QK-norm's weight."""
+    own = spec.heads(layer)
     if not spec.family.wide_qk_norm:
-        return spec.head_dim
-    heads = spec.query_heads if role == "q_norm" else spec.kv_heads
-    return heads * spec.head_dim
+        return own.head_dim
+    heads = spec.query_heads if role == "q_norm" else own.kv_heads
+    return heads * own.head_dim
 
 
 def apply_factor(spec: DecoderSpec, name: str, tensor: Tensor) -> Tensor:
@@ -311,27 +316,29 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     ):
         stored = stored.T
     if _stored_role(spec, role, layer) != role:
-        stored = _unfused(spec, role, stored)
+        assert layer is not None
+        stored = _unfused(spec, role, layer, stored)
     if spec.rope and role in ("q", "k", *QK_NORMS):
-        order = torch.tensor(spec.rope.order, device=stored.device)
-        stored = stored.unflatten(-1, (-1, spec.head_dim))[..., order].flatten(-2)
+        assert layer is not None
+        order = torch.tensor(spec.order(layer), device=stored.device)
+        stored = stored.unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
     return stored
 
 
-def _unfused(spec: DecoderSpec, role: str, stored: Tensor) -> Tensor:
+def _unfused(spec: DecoderSpec, role: str, layer: int, stored: Tensor) -> Tensor:
     """[..., all outputs of the fused tensor] -> [..., outputs of this role]."""
     if role in ("gate", "up"):
         return stored.chunk(2, -1)[("gate", "up").index(role)]
     if "q_out_gate" in spec.family.names and role in ("q", "out_gate"):
-        heads = stored.unflatten(-1, (spec.query_heads, 2, -1))
-        return heads[..., ("q", "out_gate").index(role), :].flatten(-2)
-    group, d, part = spec.group_size, spec.head_dim, ("q", "k", "v").index(role)
+        by_head = stored.unflatten(-1, (spec.query_heads, 2, -1))
+        return by_head[..., ("q", "out_gate").index(role), :].flatten(-2)
+    heads, part = spec.heads(layer), ("q", "k", "v").index(role)
+    group, d = spec.group(layer), heads.head_dim
     if spec.family.qkv_blocks:
         blocks = stored.unflatten(-1, (spec.family.qkv_blocks, 3, -1))
         return blocks[..., ("q", "v", "k").index(role), :].flatten(-2)
     if spec.family.grouped_qkv:
-        heads = stored.unflatten(-1, (spec.kv_heads, group + 2, d))
-        return heads.split([group, 1, 1], -2)[part].flatten(-3)
-    return stored.split(
-        [spec.query_heads * d, spec.kv_heads * d, spec.kv_heads * d], -1
-    )[part]
+        by_head = stored.unflatten(-1, (heads.kv_heads, group + 2, d))
+        return by_head.split([group, 1, 1], -2)[part].flatten(-3)
+    q, kv = spec.query_heads * d, heads.kv_heads * d
+    return stored.split([q, kv, kv], -1)[part]

@@ -89,7 +89,7 @@ class _Writer:
         b = self.body
         self.step()
         q = b.transpose(
-            self.rotated("q", self.plan.model.group_size), 1, 2, 0, 3
+            self.rotated("q", self.plan.model.group(0)), 1, 2, 0, 3
         )  # [H, G, T, W]
         k = b.transpose(b.reshape(self.rotated("k", 1), 0, 0, -1), 1, 0, 2)  # [H, T, W]
         q = b.op("Mul", q, b.cast(b.attribute("scale"), self.dtype))

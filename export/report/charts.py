@@ -33,10 +33,13 @@ def spectrum(name: str, title: str, values: Array, ranks: Array) -> Markup:
     ``values`` [layers, heads, dimensions], ``ranks`` [layers, heads].
     """
     figure, ax = axes(3.3, HALF)
-    share = (values / np.maximum(values[..., :1], 1e-300)).mean(axis=1)
+    shares = values / np.maximum(values[..., :1], 1e-300)
+    heads = np.maximum((values[..., 0] > 0).sum(1), 1)  # a layer may have fewer
+    share = shares.sum(1) / heads[:, None]
     for layer in spread(len(share), MOST_LINES):
         colour = LAYERS(layer / max(1, len(share) - 1))
-        _draw_spectrum(ax, share[layer], ranks[layer].mean(), colour, layer)
+        rank = ranks[layer].sum() / heads[layer]
+        _draw_spectrum(ax, share[layer], rank, colour, layer)
     ax.set_yscale("log")
     ax.set_ylim(max(0.7 * float(share.min()), 1e-5), 1.4)
     ax.set_title(title)

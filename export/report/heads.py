@@ -19,11 +19,12 @@ Array = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Arrays [layers, KV heads] for a sequence of ``tokens`` tokens.
+    """Arrays [layers, KV heads] for a sequence of ``tokens`` tokens; zeros where a layer
+    has fewer heads than others.
 
     ``ranks_*`` in dimensions, ``bits_*`` of a cached number (the mean over the head's
     tokens, metadata aside), ``share`` of the tokens. ``whole_bits``: mean bits of a
-    cached number with scales, scores and padding.
+    cached number with scales, scores and padding. ``dims``: of a key.
     """
 
     tokens: int
@@ -33,6 +34,11 @@ class Kept:
     bits_v: Array
     share: Array
     whole_bits: float
+    dims: Array
+
+    def real(self, values: Array) -> Array:
+        """``values`` [layers, KV heads], NaN where there is no head."""
+        return np.where(self.dims > 0, values, np.nan)
 
     @property
     def mean_bits(self) -> float:
@@ -64,21 +70,28 @@ def kept(plan: CompressionPlan, longest: int | None = None) -> Kept:
         held[lanes] += count
         bits_k[lanes] += count * tier.k.bits
         bits_v[lanes] += count * tier.v.bits
-        dims = sum(plan.lanes[i].numbers for i in lanes)
-        numbers += count * dims
+        numbers += count * sum(plan.lanes[i].numbers for i in lanes)
         held_bytes += count * layout.page_stride[bucket.number] / plan.page_tokens
     at_least_one = np.maximum(held, 1)
     ranks_k = np.array([lane.rank_k for lane in plan.lanes], float)
     ranks_v = np.array([lane.rank_v for lane in plan.lanes], float)
-    shape = (plan.model.layers, plan.model.kv_heads)
+    at = tuple(np.array(plan.model.places).T)
+    dims = np.array([plan.model.heads(layer).head_dim for layer in at[0]], float)
+
+    def placed(of_lanes: Array) -> Array:
+        every = np.zeros((plan.model.layers, plan.model.kv_heads))
+        every[at] = of_lanes
+        return every
+
     return Kept(
         tokens=tokens,
-        ranks_k=ranks_k.reshape(shape),
-        ranks_v=ranks_v.reshape(shape),
-        bits_k=(bits_k / at_least_one).reshape(shape),
-        bits_v=(bits_v / at_least_one).reshape(shape),
-        share=(held / tokens).reshape(shape),
+        ranks_k=placed(ranks_k),
+        ranks_v=placed(ranks_v),
+        bits_k=placed(bits_k / at_least_one),
+        bits_v=placed(bits_v / at_least_one),
+        share=placed(held / tokens),
         whole_bits=8 * held_bytes / max(1.0, numbers),
+        dims=placed(dims),
     )
 
 
@@ -102,7 +115,8 @@ class Map:
     @property
     def differs(self) -> bool:
         """Whether a head has another number than the others; else a sentence says all."""
-        return bool(np.ptp(self.values) > 10.0**-self.decimals / 2)
+        apart = np.nanmax(self.values) - np.nanmin(self.values)
+        return bool(apart > 10.0**-self.decimals / 2)
 
 
 @styled
@@ -123,6 +137,8 @@ def heat_map(shown: Map) -> Markup:
 
 def _write_numbers(ax: Axes, shown: Map) -> None:
     for (layer, head), value in np.ndenumerate(shown.values):
+        if np.isnan(value):
+            continue
         ax.text(
             head + 0.5,
             layer + 0.5,

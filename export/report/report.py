@@ -85,7 +85,7 @@ def render(data: ReportData) -> str:
     longest = data.longest or plan.model.max_positions
     held = kept(plan, longest)
     layout = CacheLayout(plan)
-    checked = data.evidence and stability(data.evidence, held, plan.model.head_dim)
+    checked = data.evidence and stability(data.evidence, held, held.dims)
     uncompressed = _uncompressed(data)
     maps = _maps(plan, held)
     return template.render(
@@ -188,7 +188,7 @@ def _maps(plan: CompressionPlan, held: Kept) -> list[Map]:
     """The heads: ranks always, bits where pages are quantized, tokens where a rule drops
     some. V that is a part of K has no maps of its own."""
     dims = plan.model.head_dim
-    whole = f"{held.ranks_k.size * dims:,}"
+    whole = f"{held.dims.sum():,.0f}"
     sides = [
         ("k", "K", held.ranks_k, held.bits_k),
         ("v", "V", held.ranks_v, held.bits_v),
@@ -198,14 +198,20 @@ def _maps(plan: CompressionPlan, held: Kept) -> list[Map]:
     shown: list[Map] = []
     for side, name, ranks, _ in sides:
         title = f"{name}: {ranks.sum():,.0f} of {whole} dimensions"
-        shown.append(Map(f"ranks_{side}", title, ranks, dims))
+        shown.append(Map(f"ranks_{side}", title, held.real(ranks), dims))
     if any(tier.is_coded for tier in plan.index.tiers):
         top = float(max(held.bits_k.max(), held.bits_v.max()))
         for side, name, _, bits in sides:
-            shown.append(Map(f"bits_{side}", f"{name}: bits of a number", bits, top, 1))
+            title = f"{name}: bits of a number"
+            shown.append(Map(f"bits_{side}", title, held.real(bits), top, 1))
     if held.mean_share < 1:
         shown.append(
-            Map("share", f"tokens kept, % of {held.tokens:,}", 100 * held.share, 100)
+            Map(
+                "share",
+                f"tokens kept, % of {held.tokens:,}",
+                held.real(100 * held.share),
+                100,
+            )
         )
     return shown
 

@@ -35,13 +35,13 @@ class Stability:
     rows: tuple[Row, ...]
 
 
-def stability(evidence: Evidence, held: Kept, head_dim: int) -> Stability | None:
+def stability(evidence: Evidence, held: Kept, dims: Array) -> Stability | None:
     """The verdict on the bases of a plan. None where no head keeps some of its
-    dimensions and drops others: two halves miss nothing of a whole space, however
+    ``dims`` [layers, heads] and drops others: two halves miss nothing of a whole space, however
     little text there was."""
     e = evidence
-    missed_k = _checked(e.missed_k, held.ranks_k, head_dim)
-    missed_v = _checked(e.missed_v, held.ranks_v, head_dim)
+    missed_k = _checked(e.missed_k, held.ranks_k, dims)
+    missed_v = _checked(e.missed_v, held.ranks_v, dims)
     checked = int(np.isfinite(missed_k).sum() + np.isfinite(missed_v).sum())
     if not checked:
         return None
@@ -61,9 +61,9 @@ def stability(evidence: Evidence, held: Kept, head_dim: int) -> Stability | None
     )
 
 
-def _checked(missed: Array, ranks: Array, head_dim: int) -> Array:
+def _checked(missed: Array, ranks: Array, dims: Array) -> Array:
     """Percent of energy missed, NaN where a head keeps all of its dimensions or none."""
-    return np.where((ranks > 0) & (ranks < head_dim), 100 * missed, np.nan)
+    return np.where((ranks > 0) & (ranks < dims), 100 * missed, np.nan)
 
 
 def _row(name: str, epsilon: Array, delta: Array, angle: Array, missed: Array) -> Row:

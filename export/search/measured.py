@@ -210,7 +210,7 @@ def variant(compression: Compression, prices: Priced, form: CacheSettings) -> Va
     smallest. Shares are those of the grid's sequence."""
     grid = prices.grid
     shape = grid.stats.shape
-    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim * grid.tokens
+    numbers = shape.numbers * grid.tokens
     whole = numbers * form.bits // 8  # uncompressed bytes
 
     def at(ratio: float) -> Made:

@@ -97,7 +97,7 @@ def observe(
         return reading.score(logits, chance[:, rows], rows)
 
     for pulled in model.pulls(reading.ids, reading.rows, slopes_of, advance):
-        heads = model.spec.kv_heads
+        heads = model.spec.heads(pulled.layer).kv_heads
         yield ObservedLayer(
             pulled.layer, _lanes(pulled, heads), _attention(pulled, heads)
         )
@@ -274,8 +274,7 @@ def losses(
     """
     device = model.device
     draw = torch.Generator(device).manual_seed(seed)
-    heads = model.spec.kv_heads
-    lanes = heads * model.spec.layers
+    lanes = len(model.spec.shape.places)
     of_keys: list[Array] = [np.zeros(1)] * lanes
     of_values: list[Array] = [np.zeros(1)] * lanes
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
@@ -285,8 +284,9 @@ def losses(
             firsts = [_first_seen(life.sees, tokens, page, device) for life in windows]
             layers = observe(model, reading, draw, lambda x: advance(x * FORWARD))
             for observed in layers:
+                first = model.spec.shape.lanes_before(observed.layer)
                 for head, lane in enumerate(observed.lanes):
-                    i = observed.layer * heads + head
+                    i = first + head
                     with torch.inference_mode():
                         queries = Queries.drawn(lane.pull, draw)
                         attention = observed.attention[head]

@@ -48,15 +48,8 @@ def check(plan: PlanData) -> None:
 
 
 def _check_lanes(plan: PlanData, refuse: Refuse) -> None:
-    """One lane for each layer and KV head, and what each caches."""
+    """Ranks and inputs of each lane that can be cached."""
     m = plan.model
-    if len(plan.lanes) != m.layers * m.kv_heads or [
-        (x.layer, x.head) for x in plan.lanes
-    ] != [(i, h) for i in range(m.layers) for h in range(m.kv_heads)]:
-        refuse(
-            "the plan's lanes are not one for each layer and KV head, in order",
-            "every cache address depends on it",
-        )
     for lane in plan.lanes:
         where = f"layer {lane.layer} head {lane.head}"
         if lane.rank_k % RANK_MULTIPLE or lane.rank_v % RANK_MULTIPLE:
@@ -67,7 +60,7 @@ def _check_lanes(plan: PlanData, refuse: Refuse) -> None:
         if lane.removed:
             keeper = None
             if lane.fill_from is not None:
-                keeper = plan.lanes[lane.layer * m.kv_heads + lane.fill_from]
+                keeper = plan.lanes[m.lanes_before(lane.layer) + lane.fill_from]
             if keeper is None or keeper.removed or lane.rank_v:
                 refuse(
                     f"{where} is removed",
@@ -269,7 +262,7 @@ def _check_stages(plan: PlanData, refuse: Refuse) -> None:
 def check_sizes(plan: PlanData, refuse: Refuse) -> None:
     """The model's shape, the lanes' and groups' sizes, and every index."""
     for field in fields(plan.model):
-        if field.name in ("softcap", "sinks", "latent"):
+        if field.name in ("softcap", "sinks", "latent", "own_heads", "sources"):
             continue
         size = getattr(plan.model, field.name)
         if not 0 < size < MOST:
@@ -281,10 +274,14 @@ def check_sizes(plan: PlanData, refuse: Refuse) -> None:
             f"the model's values are {plan.model.latent} dims of its keys",
             f"keys have {plan.model.head_dim}",
         )
-    if plan.model.query_heads % plan.model.kv_heads:
+    _check_heads(plan, refuse)
+    count = plan.model.lanes_before(plan.model.layers)
+    if len(plan.lanes) != count or plan.model.places != tuple(
+        (lane.layer, lane.head) for lane in plan.lanes
+    ):
         refuse(
-            f"{plan.model.query_heads} query heads share {plan.model.kv_heads} KV heads",
-            "every KV head has equally many query heads",
+            "the plan's lanes are not one for each layer and KV head, in order",
+            "every cache address depends on it",
         )
     if not 0 < plan.prefill_chunk < MOST or abs(plan.seed) >= 1 << 63:
         refuse("prefill_chunk or seed is out of range", "kernels take them as numbers")
@@ -293,6 +290,35 @@ def check_sizes(plan: PlanData, refuse: Refuse) -> None:
         for form in tier.formats:
             _check_format(form, refuse)
     _check_indices(plan, refuse)
+
+
+def _check_heads(plan: PlanData, refuse: Refuse) -> None:
+    """The heads of each layer, and whose cache each reads."""
+    m = plan.model
+    for name, given in (("heads", m.own_heads), ("sources", m.sources)):
+        if given and len(given) != m.layers:
+            refuse(f"{len(given)} layers have {name}", f"the model has {m.layers}")
+    for layer, source in enumerate(m.sources):
+        if not 0 <= source <= layer or m.sources[source] != source:
+            refuse(
+                f"layer {layer} reads the cache of layer {source}",
+                "it is an earlier one, or its own, and one that is cached",
+            )
+    for heads in m.own_heads:
+        within = heads.kv_heads <= m.kv_heads and heads.head_dim <= m.head_dim
+        if not within or min(heads.kv_heads, heads.head_dim) < 1:
+            refuse(f"a layer has {heads}", "the model says how many they are at most")
+        if m.query_heads % heads.kv_heads:
+            _refuse_group(m.query_heads, heads.kv_heads, refuse)
+    if not m.own_heads and m.query_heads % m.kv_heads:
+        _refuse_group(m.query_heads, m.kv_heads, refuse)
+
+
+def _refuse_group(query_heads: int, kv_heads: int, refuse: Refuse) -> None:
+    refuse(
+        f"{query_heads} query heads share {kv_heads} KV heads",
+        "every KV head has equally many query heads",
+    )
 
 
 def _check_lane_sizes(plan: PlanData, refuse: Refuse) -> None:
@@ -305,9 +331,10 @@ def _check_lane_sizes(plan: PlanData, refuse: Refuse) -> None:
                 f"layer {lane.layer} head {lane.head} has the sizes {sizes}",
                 "sizes are counts of dimensions",
             )
-        if lane.fill_from is not None and not 0 <= lane.fill_from < plan.model.kv_heads:
+        heads = plan.model.heads(lane.layer)
+        if lane.fill_from is not None and not 0 <= lane.fill_from < heads.kv_heads:
             refuse(f"a lane is filled from head {lane.fill_from}", "no such head")
-        if any(not 0 <= plane < plan.model.head_dim // 2 for plane in lane.planes):
+        if any(not 0 <= plane < heads.head_dim // 2 for plane in lane.planes):
             refuse("a lane keeps a RoPE plane that no head has", "planes are numbered")
         elements += lane.numbers
     if elements * plan.page_tokens * 8 >= MOST:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 RANK_MULTIPLE = 16
@@ -55,8 +55,21 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """KV heads of a layer, and dims of a key of each."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The attention shape a plan was made for. ``max_positions`` in tokens.
+
+    ``own_heads``: those of each layer, where layers differ; ``kv_heads`` and
+    ``head_dim`` are then the most that any layer has. ``sources``: the layer whose keys
+    and values each layer reads, an earlier one or itself; empty where all read their
+    own. A layer that reads another's caches nothing.
 
     ``softcap``: scores are softcap * tanh(score / softcap) before the softmax; 0 leaves
     them (Gemma 2, arXiv 2408.00118). ``sinks``: each query head has a learned logit
@@ -75,17 +88,60 @@ class ModelShape:
     softcap: float = 0.0
     sinks: bool = False
     latent: int = 0
+    own_heads: tuple[HeadShape, ...] = ()
+    sources: tuple[int, ...] = ()
+
+    def source(self, layer: int) -> int:
+        """The layer whose cache a layer reads."""
+        return self.sources[layer] if self.sources else layer
+
+    def heads(self, layer: int) -> HeadShape:
+        """The heads that a layer reads."""
+        if not self.own_heads:
+            return HeadShape(self.kv_heads, self.head_dim)
+        return self.own_heads[self.source(layer)]
+
+    def lanes(self, layer: int) -> int:
+        """KV heads that a layer caches."""
+        return self.heads(layer).kv_heads if self.source(layer) == layer else 0
+
+    def lanes_before(self, layer: int) -> int:
+        """Those of all layers before it."""
+        if self.alike:
+            return layer * self.kv_heads
+        return sum(map(self.lanes, range(layer)))
 
     @property
-    def value_dim(self) -> int:
-        """Dims of a value."""
-        return self.latent or self.head_dim
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(layer, KV head) of everything that is cached, in order."""
+        layers = range(self.layers)
+        return tuple((i, head) for i in layers for head in range(self.lanes(i)))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have the same heads, each its own."""
+        return not (self.own_heads or self.sources)
+
+    def part(self, layers: range) -> ModelShape:
+        """That of some layers alone, counted from 0, which read no others' caches."""
+        own = self.own_heads[layers.start : layers.stop]
+        sources = self.sources[layers.start : layers.stop]
+        return replace(
+            self,
+            layers=len(layers),
+            own_heads=own,
+            sources=tuple(source - layers.start for source in sources),
+        )
+
+    def value_dim(self, layer: int) -> int:
+        """Dims of a value of a layer."""
+        return self.latent or self.heads(layer).head_dim
 
     @property
     def numbers(self) -> int:
         """Numbers of one token that the uncompressed cache of all layers holds."""
-        of_head = self.head_dim if self.latent else 2 * self.head_dim
-        return self.layers * self.kv_heads * of_head
+        dims = sum(self.heads(layer).head_dim for layer, _ in self.places)
+        return dims if self.latent else 2 * dims
 
     @property
     def shifts(self) -> bool:
@@ -94,5 +150,13 @@ class ModelShape:
 
     @property
     def group_size(self) -> int:
-        """Query heads for each KV head."""
+        """Query heads for each KV head, where layers are alike."""
         return self.query_heads // self.kv_heads
+
+    def group(self, layer: int) -> int:
+        """Query heads for each KV head of a layer."""
+        return self.query_heads // self.heads(layer).kv_heads
+
+    def readers(self, layer: int) -> int:
+        """Layers that read a layer's cache, itself included."""
+        return self.sources.count(layer) if self.sources else 1

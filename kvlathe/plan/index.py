@@ -234,12 +234,18 @@ class PlanIndex:
 
     def number(self, layer: int, head: int) -> int:
         """The index of a lane."""
-        return layer * self.plan.model.kv_heads + head
+        return self._firsts[layer] + head
+
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        """The index of each layer's first lane, and the count of all."""
+        model = self.plan.model
+        return tuple(map(model.lanes_before, range(model.layers + 1)))
 
     def active(self, layer: int) -> tuple[Lane, ...]:
         """The lanes of a layer that Attend sees, in head order."""
-        first = self.number(layer, 0)
-        of_layer = self.plan.lanes[first : first + self.plan.model.kv_heads]
+        first, end = self._firsts[layer : layer + 2]
+        of_layer = self.plan.lanes[first:end]
         return tuple(lane for lane in of_layer if not lane.removed)
 
     def kept_before(self, layer: int) -> int:

@@ -16,7 +16,8 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    return latent_refusal(plan) or forms_refusal(plan) or ranking_refusal(plan)
+    unlike = latent_refusal(plan) or unlike_refusal(plan)
+    return unlike or forms_refusal(plan) or ranking_refusal(plan)
 
 
 def latent_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -25,6 +26,17 @@ def latent_refusal(plan: CompressionPlan) -> Refusal | None:
         return None
     reason = (
         "its heads share one latent (MLA), and no CUDA kernel reads V as a part of K"
+    )
+    return reason, "build with --backend onnxruntime, and run it on a CPU"
+
+
+def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of a model whose layers differ in their heads, or share caches."""
+    if plan.model.alike:
+        return None
+    reason = (
+        "its layers have heads of unlike shapes or share caches, and no CUDA kernel "
+        "is told of either"
     )
     return reason, "build with --backend onnxruntime, and run it on a CPU"
 
@@ -44,7 +56,7 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of what the node that ONNX Runtime and TensorRT run on a GPU does not
     compute."""
-    if refusal := latent_refusal(plan):
+    if refusal := latent_refusal(plan) or unlike_refusal(plan):
         return refusal
     if plan.model.shifts:
         return None

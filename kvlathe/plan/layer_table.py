@@ -85,8 +85,9 @@ def _header(plan: CompressionPlan, layer: int) -> tuple[int, ...]:
     widest_input = max(lane.input_dim for lane in lanes)
     widest_k = max(lane.rank_k for lane in lanes)
     return (
-        TABLE_VERSION, layer, plan.page_tokens, plan.model.group_size, len(lanes), len(plan.index.buckets),
-        plan.model.head_dim // 2, plan.index.projected, turns, plan.index.hot_bits, widest_input, widest_k, pools,
+        TABLE_VERSION, layer, plan.page_tokens, plan.model.group(layer), len(lanes), len(plan.index.buckets),
+        plan.model.heads(layer).head_dim // 2, plan.index.projected, turns, plan.index.hot_bits, widest_input, widest_k,
+        pools,
     )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ class CompressionPlan(PlanData):
         if not self.stages:
             return self
         layers = self.index.layers_of(stage)
-        first = layers[0] * self.model.kv_heads
-        end = (layers[-1] + 1) * self.model.kv_heads
+        first = self.model.lanes_before(layers[0])
+        end = self.model.lanes_before(layers[-1] + 1)
         lanes = [
             dataclasses.replace(lane, layer=lane.layer - layers[0])
             for lane in self.lanes[first:end]
@@ -64,7 +64,7 @@ class CompressionPlan(PlanData):
         ]
         return dataclasses.replace(
             self,
-            model=dataclasses.replace(self.model, layers=len(layers)),
+            model=self.model.part(layers),
             lanes=tuple(lanes),
             groups=tuple(groups),
             stages=(Stage(0),),

@@ -739,15 +739,16 @@ def full_plan(
     shape: ModelShape, rope: bool = True, projected: bool = False, bits: Bits = 32
 ) -> CompressionPlan:
     """Every dim of every lane kept, ranks rounded up to 16; one group, page 16."""
-    d = shape.head_dim
-    ranks = (-(-d // 16) * 16, -(-shape.value_dim // 16) * 16)
-    lanes = tuple(
-        Lane(layer, head, d, *ranks, "full" if rope else "none", projected=projected)
-        for layer in range(shape.layers)
-        for head in range(shape.kv_heads)
-    )
+    kind = "full" if rope else "none"
+    lanes: list[Lane] = []
+    for layer, head in shape.places:
+        d, of_value = shape.heads(layer).head_dim, shape.value_dim(layer)
+        ranks = -(-d // 16) * 16, -(-of_value // 16) * 16
+        lanes.append(Lane(layer, head, d, *ranks, kind, projected=projected))
     groups = (Group(tuple(range(len(lanes))), Tier(bits, bits)),)
-    return CompressionPlan(shape, lanes, groups, page_tokens=16, prefill_chunk=32)
+    return CompressionPlan(
+        shape, tuple(lanes), groups, page_tokens=16, prefill_chunk=32
+    )
 
 
 def whole_plan(
@@ -768,10 +769,10 @@ def whole_plan(
 def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:
     """Full-rank bases with random centres for every lane: orthogonal (a = b), or any
     invertible a with b = a^-T."""
-    rng, d = np.random.default_rng(seed), plan.model.head_dim
+    rng = np.random.default_rng(seed)
     centred = float(plan.model.shifts)
 
-    def pair() -> tuple[np.ndarray, np.ndarray]:
+    def pair(d: int) -> tuple[np.ndarray, np.ndarray]:
         u, v = (np.linalg.qr(rng.normal(size=(d, d)))[0] for _ in range(2))
         if orthogonal:
             return u, u
@@ -780,7 +781,8 @@ def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:
 
     basis = Basis()
     for lane in plan.lanes:
-        (a, b), (a_v, o_v) = pair(), pair()
+        d = plan.model.heads(lane.layer).head_dim
+        (a, b), (a_v, o_v) = pair(d), pair(d)
         centre_k, centre_v = centred * rng.normal(size=(2, d))
         qk = (
             (a, b, centre_k)

@@ -352,9 +352,10 @@ def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, i
     """The places where K and V of each kept lane of a stage begin in a token's row:
     layer by layer, K of all lanes, then V. V that is a part of K has no place of its
     own, and begins where K does."""
-    offsets, at, heads = {}, 0, plan.model.kv_heads
+    offsets, at = {}, 0
     for layer in plan.index.layers_of(stage):
-        indices = [layer * heads + lane.head for lane in plan.index.active(layer)]
+        active = plan.index.active(layer)
+        indices = [plan.index.number(layer, lane.head) for lane in active]
         k, v = at, at + sum(plan.lanes[i].rank_k for i in indices)
         for i in indices:
             lane = plan.lanes[i]

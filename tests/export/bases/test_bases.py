@@ -132,27 +132,32 @@ spectra = st.tuples(seeds, st.sampled_from([16, 24, 64, 80, 128])).map(
 @given(spectra, st.floats(0, 0.99))
 def test_the_rate_rule_is_the_papers(spectrum: np.ndarray, rate: float) -> None:
     d = spectrum.shape[-1]
-    for row, rank in zip(spectrum, allocate.by_rate(spectrum, rate), strict=True):
+    dims = np.full(len(spectrum), d)
+    ranks = allocate.by_rate(spectrum, dims, rate)
+    for row, rank in zip(spectrum, ranks, strict=True):
         fits = [j for j in range(d + 1) if row[j:].sum() <= (rate + 1e-9) * row.sum()]
         fewest = max(min(fits), 1) if rate > 0 else d
         assert rank == -(-fewest // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-@given(spectra, st.integers(12, 100))
+@given(spectra, st.integers(12, 100), st.booleans())
 def test_ranks_stay_in_the_budget_and_grow_with_it(
-    spectrum: np.ndarray, steps: int
+    spectrum: np.ndarray, steps: int, uneven: bool
 ) -> None:
+    """Of rows that are alike, and of K and V lanes of which some have half the dims."""
     d = spectrum.shape[-1]
-    most = allocate.whole(d)
+    dims = np.array([d, d // 2 if uneven else d, d] * 2)
+    spectrum = np.where(np.arange(d) < dims[:, None], spectrum, 0.0)
+    most = np.array([allocate.whole(own) for own in dims.tolist()])
     budgets = [
-        min(n * RANK_MULTIPLE, 6 * most) for n in (max(steps, 6), steps + 6, 1000)
+        min(n * RANK_MULTIPLE, most.sum()) for n in (max(steps, 6), steps + 6, 1000)
     ]
     rules: list[Callable[[int], np.ndarray]] = [
         lambda budget: allocate.by_rate(
-            spectrum, allocate.rate_within(spectrum, budget)
+            spectrum, dims, allocate.rate_within(spectrum, dims, budget)
         ),
-        lambda budget: allocate.by_loss(spectrum, budget),
-        lambda budget: allocate.uniform(6, d, budget),
+        lambda budget: allocate.by_loss(spectrum, dims, budget),
+        lambda budget: allocate.uniform(dims, budget),
     ]
     for rule in rules:
         small, large, full = (rule(budget) for budget in budgets)
@@ -166,7 +171,7 @@ def test_ranks_stay_in_the_budget_and_grow_with_it(
 @given(seeds, st.integers(4, 16))
 def test_the_global_allocation_is_the_best_of_all(seed: int, steps: int) -> None:
     loss = -np.sort(-(np.random.default_rng(seed).exponential(size=(4, 64)) ** 4), -1)
-    ranks = allocate.by_loss(loss, steps * RANK_MULTIPLE)
+    ranks = allocate.by_loss(loss, np.full(4, 64), steps * RANK_MULTIPLE)
     every = np.stack(
         np.meshgrid(*[np.arange(16, 65, 16)] * 4, indexing="ij"), -1
     ).reshape(-1, 4)

@@ -426,7 +426,8 @@ def test_stability_is_said_in_words(missed: float, verdict: str) -> None:
     evidence = dataclasses.replace(
         data.evidence, missed_k=everywhere, missed_v=everywhere
     )
-    found = stability(evidence, kept(data.plan), data.plan.model.head_dim)
+    held = kept(data.plan)
+    found = stability(evidence, held, held.dims)
     assert found is not None and found.verdict == verdict
     html = render(dataclasses.replace(data, evidence=evidence))
     assert verdict in html and f"{100 * missed:.2f} %" in html
@@ -445,12 +446,12 @@ def test_whole_spaces_are_no_evidence_of_enough_text() -> None:
 def test_stability_counts_heads_that_are_cut_alone() -> None:
     data = make_data()
     assert data.evidence is not None
-    held, dims = kept(data.plan), data.plan.model.head_dim
-    cut_k, cut_v = held.ranks_k < dims, held.ranks_v < dims
+    held = kept(data.plan)
+    cut_k, cut_v = held.ranks_k < held.dims, held.ranks_v < held.dims
     missed_k = np.where(cut_k, 0.02, 0.0)
     missed_v = np.where(cut_v, 0.04, 0.0)
     evidence = dataclasses.replace(data.evidence, missed_k=missed_k, missed_v=missed_v)
-    found = stability(evidence, held, dims)
+    found = stability(evidence, held, held.dims)
     assert found is not None
     assert found.checked == cut_k.sum() + cut_v.sum() < 2 * cut_k.size
     assert found.missed == pytest.approx(4) and found.worst == pytest.approx(4)
