@@ -185,6 +185,12 @@ def check_keys(keys: tuple[str, ...], operations: bool = False) -> None:
 )
 @SPECULATIVE
 @NUM_SPECULATIVE_TOKENS
+@click.option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    help="Where spans of requests go, by OTLP over HTTP, such as "
+    "http://localhost:4318/v1/traces.  [default: nowhere]",
+)
 @DRAIN_SECONDS
 @THREADS
 @DEVICE

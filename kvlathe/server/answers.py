@@ -13,6 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+from opentelemetry.trace import TracerProvider
+
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, AsyncEngine
@@ -27,6 +29,7 @@ from kvlathe.server.schema import (
     CompletionRequest,
     PrefixRequest,
 )
+from kvlathe.server.tracing import Spans
 
 log = logging.getLogger("kvlathe")
 ONCE = {"x-should-retry": "false"}
@@ -70,10 +73,15 @@ class Answerer(Jobs):
     """Answers requests with one engine, under the served ``model`` name."""
 
     def __init__(
-        self, engine: AsyncEngine, model: str, max_new_tokens: int | None = None
+        self,
+        engine: AsyncEngine,
+        model: str,
+        max_new_tokens: int | None = None,
+        tracer_provider: TracerProvider | None = None,
     ) -> None:
         super().__init__(engine, max_new_tokens)
         self.model = model
+        self.spans = Spans(model, tracer_provider)
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
         # Requests of each client that wait for their structures.
         self._compiling: Counter[str] = Counter()
@@ -197,16 +205,18 @@ class Answerer(Jobs):
                         yield chunk
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
-        try:
-            async with aclosing(
-                self.engine.stream(
-                    job.prompts, job.params, job.n, tenant, job.seconds, job.priority
-                )
-            ) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except KvlatheError as error:
-            raise refusal(error, job.param) from error
+        stream = self.engine.stream(
+            job.prompts, job.params, job.n, tenant, job.seconds, job.priority
+        )
+        with self.spans.of(job) as recorder:
+            try:
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        if recorder is not None:
+                            recorder.add(delta)
+                        yield delta
+            except KvlatheError as error:
+                raise refusal(error, job.param) from error
 
     def usage(self, job: Job, spent: Spent) -> Json:
         """Tokens of a request, as the OpenAI API counts them."""

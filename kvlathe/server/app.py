@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from opentelemetry.trace import TracerProvider
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvlathe.base.package import __version__
@@ -56,16 +57,19 @@ def create_app(
     body_seconds: float = BODY_SECONDS,
     hosts: Sequence[str] = (),
     keyed: Sequence[str] = KEYED,
+    tracer_provider: TracerProvider | None = None,
 ) -> FastAPI:
     """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty:
     none is asked for. ``origins``: web pages of these may call it (CORS), * is any.
-    ``hosts`` and ``keyed``: as the gate has them."""
+    ``hosts`` and ``keyed``: as the gate has them. ``tracer_provider``: makes its spans;
+    None: the process's, if it has one."""
     app = FastAPI(
         title="kvlathe",
         version=__version__,
         description="An OpenAI-compatible API to one engine.",
         docs_url=None,
         redoc_url=None,
+        telemetry={"tracer_provider": tracer_provider},
     )
     app.add_middleware(
         Gate,
@@ -86,7 +90,8 @@ def create_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     handle(app)
-    service = Service(engine, metrics, Answerer(engine, model, max_new_tokens))
+    answerer = Answerer(engine, model, max_new_tokens, tracer_provider)
+    service = Service(engine, metrics, answerer)
     add_answers(app, service)
     add_responses(app, service)
     add_messages(app, service)

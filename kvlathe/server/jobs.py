@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from opentelemetry.context import Context
+
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.text.guide import Compiled
@@ -42,10 +44,20 @@ DEFAULT_TOKENS = 16
 """max_tokens of a completion that gives none, as in the OpenAI API."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The trace that a request belongs to, and when it came, in nanoseconds of Unix
+    time."""
+
+    context: Context
+    came: int
+
+
 @dataclass(slots=True)
 class Job:
     """A request as the engine takes it. ``param``: the field that its prompts came
-    in. ``compiled``: its structure, which is ready while somebody holds it."""
+    in. ``compiled``: its structure, which is ready while somebody holds it.
+    ``origin``: where requests are traced."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -57,6 +69,7 @@ class Job:
     usage_always: bool = False
     priority: int = 0
     compiled: Compiled | None = None
+    origin: Origin | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 

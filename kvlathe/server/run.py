@@ -16,6 +16,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from opentelemetry.trace import TracerProvider
 
 from kvlathe.base.chat_template import read_template
 from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
@@ -31,6 +32,7 @@ from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection, out_of_files, raise_file_limit
 from kvlathe.server.gate import BODY_SECONDS, KEYED, OPERATIONS
 from kvlathe.server.metrics import Metrics
+from kvlathe.server.tracing import exporting
 
 log = logging.getLogger("kvlathe")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -70,6 +72,7 @@ class Settings:
     disk_cache_bytes: int = DISK_CACHE_BYTES
     speculative: str | None = None  # ngram, or the folder of a draft engine
     num_speculative_tokens: int = MOST_DRAFTS
+    otlp_traces_endpoint: str | None = None  # where spans of requests go
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -200,10 +203,12 @@ def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:
 def serve(folder: Path, settings: Settings) -> None:
     """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for
     what cannot be loaded or bound, and where the engine fails for good."""
+    endpoint = settings.otlp_traces_endpoint
+    tracer_provider = None if endpoint is None else exporting(endpoint)
     with listen(settings.host, settings.port) as bound:
         with sigterm_interrupts():  # nobody waits for an answer yet
             llm = load(folder, settings)
-        _serve(llm, settings, folder.name, bound)
+        _serve(llm, settings, folder.name, bound, tracer_provider)
     log.info("stopped")
 
 
@@ -214,7 +219,13 @@ TURN_SECONDS = 0.0005
 step in a millisecond or two; by default each wait for its turn may take five."""
 
 
-def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> None:
+def _serve(
+    llm: LLM,
+    settings: Settings,
+    folder: str,
+    bound: socket.socket,
+    tracer_provider: TracerProvider | None,
+) -> None:
     name = settings.model or (llm.manifest.model if llm.manifest else folder)
     metrics = Metrics(name)
     engine = AsyncEngine(llm, settings.max_waiting, metrics)
@@ -231,6 +242,7 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
         settings.body_seconds,
         settings.hosts,
         settings.keyed,
+        tracer_provider,
     )
     # What is here now stays. A pass of the collector over all of it would hold every
     # answer up for a tenth of a second.

@@ -89,8 +89,11 @@ class Service:
 
     async def job(self, request: Request, body: CompletionRequest | ChatRequest) -> Job:
         """The request as the engine takes it. Raises ApiError."""
-        job = self.answerer.job(body, client_of(request))
-        return await while_connected(request, job)
+        origin = self.answerer.spans.origin(request.headers)
+        work = self.answerer.job(body, client_of(request))
+        job = await while_connected(request, work)
+        job.origin = origin
+        return job
 
     async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
         """The whole answer, or a stream of events."""

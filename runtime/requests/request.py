@@ -14,6 +14,27 @@ from kvlathe.runtime.text.sampler import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Times of a sequence that has ended, in seconds of time.perf_counter():
+    ``admitted`` is 0 where it never ran. Where it has no token, ``first_token`` and
+    ``last_token`` are its end."""
+
+    submitted: float
+    admitted: float
+    first_token: float
+    last_token: float
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Times:
+        return cls(
+            sequence.started,
+            sequence.admitted,
+            sequence.first_token,
+            sequence.last_token,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The tokens and text that one step added to one sequence of a request.
 
@@ -26,7 +47,7 @@ class Delta:
     elsewhere) or error (``error`` says which). ``drafted``, ``accepted``: of the whole
     sequence so far, tokens that were guessed, and those that were right. ``reused``:
     tokens of its prompt that the prefix cache had. ``stop``: the stop string that ended
-    it, where one did.
+    it, where one did. ``times``: with the last delta.
     """
 
     index: int
@@ -40,6 +61,7 @@ class Delta:
     accepted: int = 0
     reused: int = 0
     stop: str | None = None
+    times: Times | None = None
 
 
 OnDelta = Callable[[Delta], None]
@@ -88,6 +110,7 @@ class Request:
             sequence.accepted,
             max(0, sequence.reused),
             sequence.text.stopped_by if sequence.text else None,
+            Times.of(sequence) if sequence.finish_reason else None,
         )
         told.characters = len(text)
         return delta

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
+from opentelemetry.trace import TracerProvider
 
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
@@ -65,6 +66,7 @@ def serving(
     name: str = MODEL_NAME,
     hosts: Sequence[str] = (),
     keyed: Sequence[str] = KEYED,
+    tracer_provider: TracerProvider | None = None,
 ) -> Generator[Served]:
     """Serve until the block ends."""
     metrics = Metrics(name)
@@ -81,6 +83,7 @@ def serving(
         body_seconds,
         hosts,
         keyed,
+        tracer_provider,
     )
     server = Server(http_config(app, close_seconds=2), engine, 0)
     bound = listen("127.0.0.1", 0)
