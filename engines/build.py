@@ -168,7 +168,7 @@ def rotate(config: BuildConfig) -> list[int]:
 
     with phase("reading the checkpoint"):
         checkpoint = Checkpoint(folder_of(config.model, CHECKPOINT))
-        if checkpoint.packing is not None:
+        if checkpoint.codes:
             raise KvlatheError(
                 f"the heads of {config.model} cannot be rotated",
                 "its weights are codes already",

@@ -251,10 +251,10 @@ def _check_latent(order: Order, spec: DecoderSpec) -> None:
 
 
 def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:
-    """A checkpoint of codes gives an engine of codes, unless something else was asked
-    for. Raises KvlatheError where the backend cannot."""
-    packing = checkpoint.packing
-    if packing is None or config.weights is not None:
+    """A checkpoint of integers gives an engine of them, unless something else was asked
+    for, or the model has experts. Raises KvlatheError where the backend cannot."""
+    packing, experts = checkpoint.packing, checkpoint.spec.family.experts
+    if packing is None or config.weights is not None or experts is not None:
         return config
     own = f"int{packing.bits}"
     if own not in BACKENDS[config.backend].weights:

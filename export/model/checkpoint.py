@@ -26,10 +26,17 @@ from kvlathe.export.model import latent, stacked
 from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
-from kvlathe.export.model.packed import PackedMap, Packing, read_packing, resolved
+from kvlathe.export.model.packed import Header, Packing
 from kvlathe.export.model.quantize import Grid
+from kvlathe.export.model.scaled_config import BESIDE
 from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
+from kvlathe.export.model.stored_codes import (
+    CodedMap,
+    StoredCodes,
+    read_codes,
+    weight_name,
+)
 from kvlathe.export.model.tensor_files import DTYPES, finite, forget, open_tensors
 from kvlathe.export.model.tensors import (
     apply_factor,
@@ -70,7 +77,8 @@ class Checkpoint:
         self.path = Path(path)
         self.device = device
         spec = read_spec(self.path, max_seq_len)
-        self.packing: Packing | None = read_packing(read_config(self.path))
+        form = read_codes(read_config(self.path))
+        self.codes = StoredCodes(form, self._header, self._stored)
         self.files = weight_files(self.path)
         self._where = {
             name: file
@@ -81,8 +89,7 @@ class Checkpoint:
         self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()
-        if self.packing is not None:
-            self.packing = resolved(self.packing, self._packed_maps())
+        self.codes.settle(self._coded_maps())
         self._refuse_codes(adapters)
         self._merged = Merged(adapters, maps_of(self.spec, self.aliases), self.path)
         tokenizer_files.check(self.path, self.spec.vocab_size)
@@ -93,6 +100,11 @@ class Checkpoint:
         """The tensors in the folder, as the folder calls them."""
         return tuple(sorted(self._where))
 
+    @property
+    def packing(self) -> Packing | None:
+        """The integers that its maps are, where an engine of as many bits can keep them."""
+        return self.codes.packing
+
     @cached_property
     def weights(self) -> tuple[str, ...]:
         """The decoder's tensors before folding, as ``weight`` calls them, in the
@@ -101,9 +113,12 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over config.json and all weight files, and over what adapters add."""
+        """SHA-256 over config.json, what lies beside it and all weight files, and over what adapters add."""
         total = hashlib.sha256()
-        for digest in sha256_files([self.path / "config.json", *self.files]):
+        said = [
+            x for x in (self.path / "config.json", self.path / BESIDE) if x.is_file()
+        ]
+        for digest in sha256_files([*said, *self.files]):
             total.update(bytes.fromhex(digest))
         total.update(self._merged.digest)
         return total.hexdigest()
@@ -158,15 +173,15 @@ class Checkpoint:
                 return None
             scales = cut(self.spec, name, scales.to(self.device))
             return Grid(apply_factor(self.spec, name, scales), None)
-        codes = self._packed(stored)
-        if codes is None or codes.order is not None:
+        codes = self._coded(stored)
+        own = codes.grid() if codes is not None and codes.order is None else None
+        if own is None:
             return None
-        own = codes.grid()
-        assert own.zeros is not None
-        scales, zeros = (self._turned(x) for x in (own.scales, own.zeros))
-        scales = cut(self.spec, name, scales)
-        zeros = cut(self.spec, name, zeros)
-        return Grid(apply_factor(self.spec, name, scales), zeros)
+        zeros = own.zeros
+        scales = cut(self.spec, name, self._turned(own.scales))
+        if zeros is not None:
+            zeros = cut(self.spec, name, self._turned(zeros))
+        return Grid(apply_factor(self.spec, name, scales), zeros, own.is_float)
 
     def kinds(self) -> dict[str, str]:
         """The decoder's maps -> ggml's types of what is stored, in a GGUF file; empty
@@ -184,31 +199,22 @@ class Checkpoint:
     def disordered(self) -> str:
         """The first map whose groups of inputs do not follow one another (GPTQ with
         desc_act); empty where there is none."""
-        for name in self._where:
-            base = name.removesuffix(".g_idx")
-            if base != name:
-                codes = self._packed(f"{base}.weight")
-                if codes is not None and codes.order is not None:
-                    return base
-        return ""
+        found = (x for x in self._coded_maps() if x.order is not None)
+        first = next(found, None)
+        return first.name if first is not None else ""
 
-    def _packed_maps(self) -> list[PackedMap]:
+    def _coded_maps(self) -> list[CodedMap]:
         """The folder's maps that are stored as codes."""
-        found = map(self._packed, stored_shapes(self.spec))
+        found = map(self._coded, stored_shapes(self.spec))
         return [codes for codes in found if codes is not None]
 
-    def _packed(self, name: str) -> PackedMap | None:
+    def _coded(self, name: str) -> CodedMap | None:
         """The folder's map ``name``, where it is stored as codes."""
-        base = self.aliases.get(name, name).removesuffix(".weight")
-        if self.packing is None or f"{base}.qweight" not in self._where:
-            return None
-        return PackedMap(
-            self.packing, base, self._stored, f"{base}.g_idx" in self._where
-        )
+        return self.codes.of(self.aliases.get(name, name))
 
     def _turned(self, matrix: Tensor) -> Tensor:
         """[in, out] as the family stores it."""
-        return (matrix if self.spec.family.in_out else matrix.T).to(self.device)
+        return (matrix if self.spec.family.in_out else matrix.mT).to(self.device)
 
     def _of_experts(self, names: list[str]) -> Tensor:
         """[E, in, out] of the maps of all experts, [in, out] of one map."""
@@ -262,7 +268,7 @@ class Checkpoint:
     def _read(self, name: str) -> Tensor:
         """A view of the mapped file: nothing is copied until it is used. Codes become
         the numbers they stand for, and adapters are added."""
-        codes = self._packed(name)
+        codes = self._coded(name)
         if codes is not None:
             return self._turned(codes.matrix())
         stored = self._stored(name)
@@ -275,7 +281,7 @@ class Checkpoint:
 
     def _forget(self, name: str, stored: Tensor, copy: Tensor) -> None:
         """Let go of what was read, where it is of the mapped file."""
-        is_copy = self.packing is not None or self._gguf(name) is not None
+        is_copy = bool(self.codes) or self._gguf(name) is not None
         if not is_copy and not self._is_merged(name):
             forget(stored, copy)
 
@@ -302,7 +308,7 @@ class Checkpoint:
 
     # -- checks on opening -------------------------------------------------------------
     def _refuse_codes(self, adapters: Sequence[Adapter]) -> None:
-        if adapters and self.packing is not None:
+        if adapters and self.codes:
             raise KvlatheError(
                 f"no adapter can be merged into {self.path}",
                 "its weights are codes, and the sum is not on their grid",
@@ -315,11 +321,14 @@ class Checkpoint:
         embed, head = (
             f"{spec.family.names[role]}.weight" for role in ("embed", "head")
         )
-        stored = [x for x in (head, *other_names(spec, head)) if x in self._where]
+        names = (head, *other_names(spec, head))
+        stored = [x for x in names if x in self._where or self.codes.of(x) is not None]
         if not spec.tied_head or not stored or self.aliases.get(embed) in stored:
             return spec
-        if torch.equal(self._stored(stored[0]), self._stored(embed)):
-            return spec
+        if self.codes.of(stored[0]) is None:
+            own, shared = self._stored(stored[0]), self._stored(embed)
+            if own.dtype == shared.dtype and torch.equal(own, shared):
+                return spec
         untied = dataclasses.replace(spec, tied_head=False)
         self.aliases = _aliases(untied, self._where)  # the head is one of its tensors
         return untied
@@ -331,10 +340,11 @@ class Checkpoint:
         for name, shape in wanted.items():
             stored = self.aliases.get(name, name)
             known.add(stored)
-            codes = self._packed(name)
+            codes = self._coded(name)
             if codes is not None:
-                known |= self._check_codes(codes, shape)
-                if stored in self._where:
+                parts = self._check_codes(codes, shape)
+                known |= parts
+                if stored in self._where and stored not in parts:
                     raise KvlatheError(
                         f"the checkpoint holds {stored} as codes and as numbers",
                         "nothing says which of them is meant",
@@ -351,23 +361,26 @@ class Checkpoint:
         for name in self._where:
             if self._is_beside(name):
                 continue
-            if name not in known and not INERT.search(name):
+            is_inert = INERT.search(name) or self.codes.passes(name)
+            if name not in known and not is_inert:
                 raise KvlatheError(
                     f"the checkpoint holds the tensor {name}",
                     f"a {self.spec.model_type} with this config.json has none, and leaving it out changes results",
                     "check that config.json belongs to the weights",
                 )
 
-    def _check_codes(self, codes: PackedMap, shape: tuple[int, ...]) -> set[str]:
+    def _check_codes(self, codes: CodedMap, shape: tuple[int, ...]) -> set[str]:
         """The names of its parts."""
-        inputs, outputs = shape if self.spec.family.in_out else shape[::-1]
-        names = codes.checked(inputs, outputs, self._header)
+        *lead, rows, columns = shape
+        if self.spec.family.in_out:
+            rows, columns = columns, rows
+        names = codes.checked((*lead, rows, columns))
         bias = f"{codes.name}.bias"
         if bias in self._where and not bool(self._stored(bias).any()):
             names.add(bias)  # older ones give every map a bias of zeros
         return names
 
-    def _header(self, name: str) -> tuple[tuple[int, ...], str] | None:
+    def _header(self, name: str) -> Header | None:
         """The shape and dtype of a tensor of the folder, if it is there."""
         if name not in self._where:
             return None
@@ -405,7 +418,7 @@ def _aliases(spec: DecoderSpec, where: Iterable[str]) -> dict[str, str]:
     """Expected names whose tensor is stored under another. Of two tied tensors either
     may be the one that is stored."""
     names = stored_shapes(spec)
-    stored = set(where)
+    stored = set(map(weight_name, where))
     aliases: dict[str, str] = {}
     for name in names:
         found = [other for other in other_names(spec, name) if other in stored]

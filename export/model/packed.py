@@ -48,6 +48,10 @@ NEAR = 0.3
 """Codes lie around their zero: the typical distance is below this, in codes."""
 Read = Callable[[str], Tensor]
 """A tensor of the folder, by its name."""
+Header = tuple[tuple[int, ...], str]
+"""Shape and dtype of a stored tensor."""
+HeaderOf = Callable[[str], Header | None]
+"""The header of a tensor of the folder, by its name; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,9 @@ class Packing:
         )
 
 
-def read_packing(config: Settings) -> Packing | None:
-    """Read the packing from config.json; None for weights that are no codes. Raises
-    KvlatheError for codes that are not read."""
-    said = config.get("quantization_config") or config.get("compression_config")
-    if not said or has_mxfp4(config):
-        return None
-    if not isinstance(said, dict):
-        raise _refusal(f"as {said!r:.60} says", "that is no quantization_config")
+def read_packing(said: Settings) -> Packing:
+    """Read ``quantization_config`` of GPTQ or AWQ. Raises KvlatheError for codes that
+    are not read."""
     method = said.get("quant_method")
     if method == "gptq":
         stored = said.get("checkpoint_format") or "gptq"
@@ -96,14 +95,17 @@ def read_packing(config: Settings) -> Packing | None:
         known = str(stored).lower() == "gemm"
         symmetric = False
     else:
-        raise _refusal(f"by {method!r:.60}", "only GPTQ and AWQ are read")
+        raise not_read(
+            f"by {method!r:.60}",
+            "read are GPTQ, AWQ, FP8, compressed-tensors and ModelOpt",
+        )
     if not known:
-        raise _refusal(f"in the layout {stored!r:.60}", f"{method} is not read so")
+        raise not_read(f"in the layout {stored!r:.60}", f"{method} is not read so")
     bits, group = _whole(said, "bits", 4), _whole(said, "group_size", 128)
     if bits not in ((4,) if method == "awq" else (4, 8)):
-        raise _refusal(f"to {bits} bits", f"{method} is read in 4 bits, and GPTQ in 8")
+        raise not_read(f"to {bits} bits", f"{method} is read in 4 bits, and GPTQ in 8")
     if group != -1 and (group < LEAST_GROUP or group & (group - 1)):
-        raise _refusal(f"in groups of {group}", "groups are powers of two from 16 up")
+        raise not_read(f"in groups of {group}", "groups are powers of two from 16 up")
     less_one = method == "gptq" and stored == "gptq"
     reordered = _truth(said, "desc_act") if method == "gptq" else False
     return Packing(method, bits, max(0, group), symmetric, less_one, reordered)
@@ -112,14 +114,14 @@ def read_packing(config: Settings) -> Packing | None:
 def _whole(said: Settings, name: str, default: int) -> int:
     value = said.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _refusal(f"with {name} {value!r:.60}", "that is no whole number")
+        raise not_read(f"with {name} {value!r:.60}", "that is no whole number")
     return value
 
 
 def _truth(said: Settings, name: str) -> bool | None:
     value = said.get(name)
     if value is not None and not isinstance(value, bool):
-        raise _refusal(f"with {name} {value!r:.60}", "that is neither true nor false")
+        raise not_read(f"with {name} {value!r:.60}", "that is neither true nor false")
     return value
 
 
@@ -132,7 +134,8 @@ def has_mxfp4(config: Settings) -> bool:
     return said.get("quant_method") == "mxfp4"
 
 
-def _refusal(how: str, reason: str) -> KvlatheError:
+def not_read(how: str, reason: str) -> KvlatheError:
+    """A refusal of codes: ``how`` they are quantized, and the ``reason``."""
     return KvlatheError(
         f"the checkpoint is quantized {how}",
         reason,
@@ -141,24 +144,22 @@ def _refusal(how: str, reason: str) -> KvlatheError:
 
 
 class PackedMap:
-    """The map ``name`` of a folder, of which ``read`` gives the parts."""
+    """The map ``name`` of a folder. ``header_of`` and ``read`` give its parts."""
 
     def __init__(
-        self, packing: Packing, name: str, read: Read, ordered: bool = False
+        self, packing: Packing, name: str, read: Read, header_of: HeaderOf
     ) -> None:
-        """``ordered``: whether there is a g_idx."""
-        self.packing, self.name, self._read = packing, name, read
-        self._ordered = ordered
+        self.packing, self.name = packing, name
+        self._read, self._header = read, header_of
+        self._ordered = header_of(f"{name}.g_idx") is not None
 
-    def checked(
-        self,
-        inputs: int,
-        outputs: int,
-        header_of: Callable[[str], tuple[tuple[int, ...], str] | None],
-    ) -> set[str]:
-        """The names of its parts. ``header_of`` a tensor: its shape and dtype. Raises
-        KvlatheError where a part is missing, misshapen, or holds what it cannot, and
-        where they contradict one another."""
+    def checked(self, shape: tuple[int, ...]) -> set[str]:
+        """The names of its parts. ``shape``: [N, K]. Raises KvlatheError where a part is
+        missing, misshapen, or holds what it cannot, and where they contradict one
+        another."""
+        if len(shape) != 2:
+            raise self._wrong("a stack of maps is not packed so")
+        outputs, inputs = shape
         rows = outputs if self.packing.method == "awq" else inputs
         if rows * self.packing.bits % WORD or outputs * self.packing.bits % WORD:
             raise self._wrong(f"{inputs} x {outputs} codes do not fill whole words")
@@ -166,7 +167,7 @@ class PackedMap:
         if self._ordered:
             wanted["g_idx"] = (inputs,)
         for part, shape in wanted.items():
-            header = header_of(f"{self.name}.{part}")
+            header = self._header(f"{self.name}.{part}")
             if header is None or header[0] != shape:
                 raise self._wrong(f"{part} should have shape {list(shape)}")
             if header[1] not in STORED[part]:
@@ -216,7 +217,7 @@ class PackedMap:
         """[K, N] codes of rows of words."""
         if self.packing.method == "awq":
             return _numbers(self.packing, words)
-        return _unpack(words.T.contiguous(), self.packing.bits).T
+        return unpack_words(words.T.contiguous(), self.packing.bits).T
 
     @property
     def order(self) -> Tensor | None:
@@ -285,13 +286,13 @@ def _less_one(packing: Packing, maps: Sequence[PackedMap]) -> bool:
 
 def _numbers(packing: Packing, words: Tensor) -> Tensor:
     """Words along the outputs: [..., N * bits / 32] -> [..., N]."""
-    numbers = _unpack(words, packing.bits)
+    numbers = unpack_words(words, packing.bits)
     if packing.method != "awq":
         return numbers
     return numbers.unflatten(-1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(-2)
 
 
-def _unpack(words: Tensor, bits: int) -> Tensor:
+def unpack_words(words: Tensor, bits: int) -> Tensor:
     """int32 [..., n] -> [..., n * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)

@@ -20,15 +20,19 @@ SHRINK = torch.linspace(0.7, 1.15, 16)
 error. On lathe-27m in 4 bits this takes away 45 % of what perplexity loses."""
 OFF_GRID = 0.02
 """Most distance of a weight from the grid that it is said to lie on, in scales."""
+OFF_FLOATS = 1e-5
+"""The same for codes of e4m3, as a share of the weight."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """The grid of a checkpoint's own codes: ``scales`` and ``zeros`` [K / g, N]
-    float32; no zeros where each is the middle code, whatever the codes' width."""
+    float32; no zeros where each is the middle code, whatever the codes' width, and for
+    ``is_float``: codes of e4m3."""
 
     scales: Tensor
     zeros: Tensor | None
+    is_float: bool = False
 
 
 def quantize(
@@ -37,9 +41,9 @@ def quantize(
     """``weight`` [N, K] float32 as codes with scales in ``dtype``: on ``grid`` where it
     lies on it, else rounded to the nearest of a grid of its own."""
     if form.name == "fp8":
-        return _fp8(weight)
+        return _fp8(weight, grid)
     groups = _split_groups(weight, form)  # [N, G, g]
-    if grid is not None:
+    if grid is not None and not grid.is_float:
         scales, zeros = _repeat(grid, weight.shape[1], form)
         found = _on_grid(groups, scales, zeros, form, dtype)
         if found is not None:
@@ -97,12 +101,23 @@ def _least_error(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
     return best
 
 
-def _fp8(weight: Tensor) -> CodedWeight:
-    """One scale an output: its largest weight is the largest number of e4m3."""
+def _fp8(weight: Tensor, grid: Grid | None) -> CodedWeight:
+    """One scale an output: the grid's, where all weights lie on it, else the one that
+    makes its largest weight the largest number of e4m3."""
+    if grid is not None and grid.is_float and len(grid.scales) == 1:
+        kept = _as_fp8(weight, grid.scales.T)
+        distance = (kept.matrix(weight.shape[1]) - weight).abs()
+        if bool((distance <= OFF_FLOATS * weight.abs()).all()):
+            return kept
     most = torch.finfo(FP8).max
-    scales = _not_zero(weight.abs().amax(-1, keepdim=True) / most)
+    return _as_fp8(weight, _not_zero(weight.abs().amax(-1, keepdim=True) / most))
+
+
+def _as_fp8(weight: Tensor, scales: Tensor) -> CodedWeight:
+    """scales [N, 1]"""
+    most = torch.finfo(FP8).max
     codes = (weight / scales).clamp(-most, most).to(FP8)
-    return CodedWeight(codes.unsqueeze(1), scales, None, 8)
+    return CodedWeight(codes.unsqueeze(1), scales.contiguous(), None, 8)
 
 
 # -- on a grid that is given -----------------------------------------------------------

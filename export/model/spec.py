@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import FAMILIES, SUPPORTED, TEXT_PARTS, Family
 from kvlathe.export.families.unknown import why_unknown
-from kvlathe.export.model.packed import has_mxfp4, read_packing
+from kvlathe.export.model.packed import has_mxfp4
 from kvlathe.export.model.rope import Rope, read_ropes
+from kvlathe.export.model.scaled_config import beside
+from kvlathe.export.model.stored_codes import read_codes
 from kvlathe.layers.rows import ACTIVATIONS
 from kvlathe.plan.heads import HeadShape, ModelShape
 
@@ -229,7 +231,8 @@ def _spec(
 
 
 def read_config(folder: Path) -> Settings:
-    """Read config.json. Raises KvlatheError where it cannot be read."""
+    """Read config.json, and what lies beside it of its codes. Raises KvlatheError where
+    it cannot be read."""
     if not folder.is_dir():
         raise KvlatheError(
             f"there is no checkpoint folder {folder}",
@@ -253,7 +256,8 @@ def read_config(folder: Path) -> Settings:
         raise KvlatheError(
             f"{path} is not a JSON object", "", "download the checkpoint again"
         )
-    return raw
+    said = None if raw.get("quantization_config") else beside(folder)
+    return raw if said is None else raw | {"quantization_config": said}
 
 
 def _text_settings(raw: Settings) -> Settings:
@@ -267,7 +271,7 @@ def _text_settings(raw: Settings) -> Settings:
 def _refuse_foreign(raw: Settings) -> None:
     if raw.get("model_type") not in SUPPORTED:
         raise _unsupported(raw)
-    read_packing(raw)  # raises for codes that are not read
+    read_codes(raw)  # raises for codes that are not read
     names = raw.get("architectures") or []
     if not isinstance(names, list):
         raise KvlatheError(

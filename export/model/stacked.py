@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.export.families import Experts
+from kvlathe.export.model.fp4 import mxfp4_numbers
 from kvlathe.export.model.spec import DecoderSpec
 
 Read = Callable[[str], Tensor]
@@ -37,10 +37,7 @@ ROLES = {
     **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values())),
 }
 """The family's roles that such tensors are stored under."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes; with the highest bit, their negatives."""
 BLOCK = 32
-EXPONENT_BIAS = 127
 
 
 def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
@@ -160,7 +157,7 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if experts.mxfp4:
         blocks = stored(f"{at}_blocks")[:, outputs]  # [E, out, n, 16]
         scales = stored(f"{at}_scales")[:, outputs]
-        return dequantize(blocks, scales).mT.contiguous()
+        return mxfp4_numbers(blocks, scales).mT.contiguous()
     every = stored(at)
     every = every.mT if experts.out_in else every  # [E, in, out]
     return every[..., outputs].float().contiguous()
@@ -185,13 +182,6 @@ def _of_curve(own: str, module: str, stored: Read) -> Tensor:
         return number
     least = stored(f"{module}.beta").float() if part == "alpha_n" else 0.0
     return F.softplus(number) + least
-
-
-def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks uint8 [..., n, 16], scales uint8 [..., n] -> float32 [..., 32 n]."""
-    levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)  # [16]
-    numbers = levels[torch.stack([blocks & 15, blocks >> 4], -1).int()].flatten(-2)
-    return torch.ldexp(numbers, (scales.int() - EXPONENT_BIAS)[..., None]).flatten(-2)
 
 
 def _split(name: str) -> tuple[int | None, str]:

@@ -25,7 +25,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.coded_weights import CodedWeights
-from kvlathe.export.model.packed import PackedMap, Packing, _unpack, read_packing
+from kvlathe.export.model.packed import PackedMap, Packing, read_packing, unpack_words
 from kvlathe.layers.coded_weight import CodedWeight, unpack
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 from tests.support.checkpoints import make_model, sizes, whole_plan
@@ -104,7 +104,8 @@ def test_packed_words_give_the_codes_that_were_packed(
     regular = torch.arange(inputs) // (packing.group or inputs)
     for group, named in ((regular, {}), (order, {"g_idx": order.int()})):
         read = {f"m.{name}": x for name, x in (stored | named).items()}
-        found = PackedMap(packing, "m", read.__getitem__, bool(named)).matrix()
+        headers = {name: (tuple(x.shape), "") for name, x in read.items()}
+        found = PackedMap(packing, "m", read.__getitem__, headers.get).matrix()
         expected = (codes - zeros[group]) * scales.float()[group]
         assert torch.equal(found, expected)
 
@@ -222,12 +223,12 @@ def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None
         {"quant_method": "gptq", "checkpoint_format": "marlin"},
         {"quant_method": "gptq", "group_size": 48},
         {"quant_method": "awq", "version": "gemv"},
-        {"quant_method": "compressed-tensors"},
+        {"quant_method": "aqlm"},
     ],
 )
 def test_checkpoints_in_unknown_codes_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(KvlatheError, match="is quantized"):
-        read_packing({"quantization_config": said})
+        read_packing(said)
 
 
 # -- folders that are not what they say -------------------------------------------------
@@ -331,7 +332,7 @@ def other_convention(tensors: Tensors, said: dict[str, Any], seed: int) -> None:
     """Zeros as GPTQ's other format stores them."""
     bits, step = said["bits"], 1 if said.get("checkpoint_format") == "gptq" else -1
     for name in [x for x in tensors if x.endswith("qzeros") and "version" not in said]:
-        zeros = _unpack(tensors[name], bits) + step
+        zeros = unpack_words(tensors[name], bits) + step
         tensors[name] = words(zeros % (1 << bits), bits)
 
 
