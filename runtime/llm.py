@@ -33,12 +33,12 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.block_store import StoreSizes, open_stores
-from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
+from kvlathe.runtime.cache.cold import ColdPages, PageCodec, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.drafters import drafter
-from kvlathe.runtime.loading import Wanted, load_session
+from kvlathe.runtime.loading import Wanted, load_session, loaded_again
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.requests.compaction import Compaction, CompactionResult, compacted
 from kvlathe.runtime.requests.deltas import deltas
@@ -64,6 +64,7 @@ from kvlathe.runtime.settings import (
     memory_share,
     refuse_shards,
 )
+from kvlathe.runtime.sleeping import Sleeper, SleepMode
 from kvlathe.runtime.text.guide import Compiled
 from kvlathe.runtime.text.sampling_params import (
     SamplingFields,
@@ -125,7 +126,6 @@ class LLM(ClosesAtExit):
     ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
-        self.session = session
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
         share = plan.index.sharable if share_prefixes is None else share_prefixes
@@ -138,6 +138,8 @@ class LLM(ClosesAtExit):
         self.attention = "unknown"
         self._sequences = SequenceFactory(plan, self.pool, scheduler, tokenizer)
         self.thread.watch(session)
+        self._sleeper: Sleeper | None = None
+        self._cold: PageCodec | None = None  # codes pages that wait on the host
         # The thread must not outlive the LLM. At the interpreter's end it is joined.
         weakref.finalize(self, self.thread.stop).atexit = False
 
@@ -203,6 +205,8 @@ class LLM(ClosesAtExit):
         llm.manifest = opened.manifest
         llm.attention = found.attention
         llm.engine.scheduler.prompt_tokens = found.prompt_tokens
+        load = partial(loaded_again, opened, manifest, wanted, found.cache_bytes)
+        llm._sleeper = Sleeper(llm.engine, llm.thread, load)
         if stores is not None:
             llm.keep_evicted(stores)
         return llm
@@ -224,11 +228,11 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the library for it is missing.
         """
         refuse_shards(self.plan)
-        mover = ColdPages(self.session, ZstdPages(self.layout))
-        scheduler = self.engine.scheduler
-        scheduler.mover = mover
-        if scheduler.prefixes and scheduler.prefixes.stores:
-            scheduler.prefixes.stores.use(mover)
+        self._cold = ZstdPages(self.layout)
+        self._use(self.session)
+        prefixes = self.engine.scheduler.prefixes
+        if prefixes and prefixes.stores:
+            prefixes.stores.use(self.engine.scheduler.mover)
 
     def speculate(
         self,
@@ -248,6 +252,49 @@ class LLM(ClosesAtExit):
         )
 
     # -- life --------------------------------------------------------------------------
+    @property
+    def session(self) -> Session:
+        """The session that computes the steps."""
+        return self.engine.session
+
+    def sleep(self, mode: SleepMode = "abort") -> None:
+        """Give the memory of weights and pages back until ``wake_up``. Shared prefixes
+        are gone, but for those in a host's store. Requests that come meanwhile wait.
+        ``mode`` abort ends those that are here with Asleep; keep moves them to the host
+        or computes them again later, as preemption does.
+
+        Raises KvlatheError on several GPUs, Busy while a prefix is compacted or others
+        read pages.
+        """
+        self._able_to_sleep().sleep(mode, self._use)
+
+    def wake_up(self) -> None:
+        """Load the weights again and go on. Raises KvlatheError where the folder was
+        changed meanwhile, and OutOfMemory where somebody else has the memory: the
+        engine sleeps on then."""
+        self._able_to_sleep().wake_up(self._use)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.thread.asleep
+
+    def _able_to_sleep(self) -> Sleeper:
+        if self._sleeper is None or self.plan.is_part:
+            reason = "it is spread over several GPUs"
+            if self._sleeper is None:
+                reason = "it was not loaded from a folder"
+            raise KvlatheError("this engine cannot sleep", reason)
+        return self._sleeper
+
+    def _use(self, session: Session) -> None:
+        """Compute and move pages by ``session`` from now on."""
+        scheduler = self.engine.scheduler
+        self.engine.session = session
+        scheduler.mover = ColdPages(session, self._cold) if self._cold else session
+        if scheduler.prefixes and scheduler.prefixes.stores:
+            scheduler.prefixes.stores.mover = scheduler.mover
+        self.thread.watch(session)
+
     def close(self) -> None:
         """End the engine's thread, and what it computes with a KvlatheError. Later
         requests are refused. The memory goes back with the object. Where there is a
@@ -258,7 +305,8 @@ class LLM(ClosesAtExit):
         try:
             if prefixes and prefixes.stores:
                 with contextlib.suppress(KvlatheError):  # closed already, or failed
-                    self.thread.call(partial(prefixes.save, SAVE_SECONDS))
+                    save = partial(prefixes.save, SAVE_SECONDS)
+                    self.thread.call(save, asleep=True)
                 prefixes.stores.close()
         finally:
             self.thread.close()

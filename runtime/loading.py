@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.engine_folder import EngineFolder
+from kvlathe.plan.engine_folder import EngineFolder, open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Manifest
 from kvlathe.plan.plan import CompressionPlan
@@ -56,6 +56,22 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     work = partial(kind, folder, plan, manifest.limits, size, wanted.threads)
     session = registry.loaded(work, folder, int(runner.copies * manifest.size), size)
     return Loaded(session, plan, size, words, runner.prompt_tokens)
+
+
+def loaded_again(
+    engine: EngineFolder, manifest: Manifest, wanted: Wanted, cache_bytes: int
+) -> Session:
+    """The session of an engine that was loaded before, with a cache of as many bytes.
+    Raises KvlatheError where its folder was changed since."""
+    now = open_engine(engine.path, deep=True)
+    if now.manifest != engine.manifest:
+        raise KvlatheError(
+            f"{engine.path} was built again",
+            "the process goes on with what it has loaded",
+            "start it again",
+        )
+    same = dataclasses.replace(wanted, cache_bytes=cache_bytes)
+    return load_session(now, manifest, same).session
 
 
 def check_shards(engine: EngineFolder, num_shards: int) -> None:

@@ -38,5 +38,9 @@ class Busy(KvlatheError):
         self.retry_after = retry_after
 
 
+class Asleep(Busy):
+    """The engine has given its memory back, until somebody wakes it."""
+
+
 class DeviceLost(EngineStopped):
     """The engine's device computes nothing any more. No request can be answered."""

@@ -3,6 +3,9 @@ user is told."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,6 +38,23 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     said = str(error)
     return any(words in said for words in WORDS)
+
+
+def give_back() -> None:
+    """Give the system what objects that have gone held: the collector's cycles, those it
+    was told to leave alone among them, then free memory of the C library and of torch's
+    GPU."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def within_memory(work: Callable[[], T], fact: str, remedy: str) -> T:

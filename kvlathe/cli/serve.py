@@ -186,6 +186,13 @@ def check_keys(keys: tuple[str, ...], operations: bool = False) -> None:
 @SPECULATIVE
 @NUM_SPECULATIVE_TOKENS
 @click.option(
+    "--enable-sleep-mode",
+    "sleeps",
+    is_flag=True,
+    help="Clients may put the engine to sleep (POST /sleep), which gives its memory "
+    "back, and wake it (POST /wake_up).",
+)
+@click.option(
     "--otlp-traces-endpoint",
     metavar="URL",
     help="Where spans of requests go, by OTLP over HTTP, such as "

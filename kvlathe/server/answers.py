@@ -15,7 +15,7 @@ from functools import partial
 
 from opentelemetry.trace import TracerProvider
 
-from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.base.errors import Asleep, EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, AsyncEngine
 from kvlathe.runtime.requests.request import Delta
@@ -258,6 +258,8 @@ def error_of(delta: Delta) -> ApiError | None:
     if delta.finish_reason == "error":
         if isinstance(delta.error, StructureError):  # the request's own fault
             log.info("a request was refused: %s", delta.error)
+            return refusal(delta.error, None)
+        if isinstance(delta.error, Asleep):
             return refusal(delta.error, None)
         if isinstance(delta.error, OutOfMemory):
             log.error("a request was refused: %s", delta.error)

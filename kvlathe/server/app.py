@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from opentelemetry.trace import TracerProvider
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.base.package import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.sleeping import SleepMode
 from kvlathe.server.answers import Answerer
 from kvlathe.server.anthropic.paths import add_messages
 from kvlathe.server.cache_view import CacheView, cache_view
-from kvlathe.server.errors import handle
+from kvlathe.server.errors import ApiError, handle, refusal
 from kvlathe.server.gate import BODY_SECONDS, KEYED, Gate, Methods
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.pages import POLICY, chat_page, docs_page
@@ -26,6 +30,7 @@ from kvlathe.server.replies import (
     ChatCompletion,
     Completion,
     Health,
+    IsSleeping,
     ModelCard,
     ModelList,
     Prefix,
@@ -58,11 +63,13 @@ def create_app(
     hosts: Sequence[str] = (),
     keyed: Sequence[str] = KEYED,
     tracer_provider: TracerProvider | None = None,
+    sleeps: bool = False,
 ) -> FastAPI:
     """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty:
     none is asked for. ``origins``: web pages of these may call it (CORS), * is any.
     ``hosts`` and ``keyed``: as the gate has them. ``tracer_provider``: makes its spans;
-    None: the process's, if it has one."""
+    None: the process's, if it has one. ``sleeps``: clients may put the engine to
+    sleep."""
     app = FastAPI(
         title="kvlathe",
         version=__version__,
@@ -92,14 +99,46 @@ def create_app(
     handle(app)
     answerer = Answerer(engine, model, max_new_tokens, tracer_provider)
     service = Service(engine, metrics, answerer)
-    add_answers(app, service)
-    add_responses(app, service)
-    add_messages(app, service)
-    add_tokens(app, service)
-    add_models(app, service)
-    add_health(app, service)
-    add_operations(app, service)
+    for add in PATHS:
+        add(app, service)
+    if sleeps:
+        add_sleep(app, service)
     return app
+
+
+def add_sleep(app: FastAPI, service: Service) -> None:
+    """The paths that put the engine to sleep and wake it, as vLLM has them."""
+    llm = service.engine.llm
+
+    async def done(work: Callable[[], None]) -> Response:
+        try:
+            await asyncio.to_thread(work)
+        except KvlatheError as error:
+            raise refusal(error, None) from error
+        return Response()
+
+    @app.post("/sleep", response_class=Response, responses=ERRORS, tags=["vLLM"])
+    async def sleep(
+        level: Annotated[int, Query(ge=1, le=2)] = 1, mode: SleepMode = "abort"
+    ) -> Response:
+        """Give the memory of weights and pages back. The weights are in the engine's
+        folder, so both levels are one. Requests that come meanwhile wait; ``mode``:
+        those that are here end, or go on afterwards."""
+        return await done(partial(llm.sleep, mode))
+
+    @app.post("/wake_up", response_class=Response, responses=ERRORS, tags=["vLLM"])
+    async def wake_up(request: Request) -> Response:
+        """Load the weights again and go on."""
+        if "tags" in request.query_params:
+            raise ApiError(
+                400, "tags: weights and cache come back together; leave it out", "tags"
+            )
+        return await done(llm.wake_up)
+
+    @app.get("/is_sleeping", responses={401: ERRORS[401]}, tags=["vLLM"])
+    async def is_sleeping() -> IsSleeping:
+        """Whether the engine sleeps."""
+        return IsSleeping(is_sleeping=llm.is_sleeping)
 
 
 def add_answers(app: FastAPI, service: Service) -> None:
@@ -201,6 +240,8 @@ def add_health(app: FastAPI, service: Service) -> None:
         has died."""
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
         code = 200 if status == "ok" else 503
+        if status == "ok" and engine.llm.is_sleeping:
+            status = "sleeping"  # requests are taken, and wait
         return JSONResponse(Health(status=status).model_dump(), code)
 
     @app.get("/ping", response_model=Health, tags=["vLLM"])
@@ -248,3 +289,14 @@ def add_operations(app: FastAPI, service: Service) -> None:
     async def prometheus() -> Response:
         """Prometheus metrics: vLLM's names with `kvlathe_` in front."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+PATHS = (
+    add_answers,
+    add_responses,
+    add_messages,
+    add_tokens,
+    add_models,
+    add_health,
+    add_operations,
+)

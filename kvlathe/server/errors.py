@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from kvlathe.base.errors import Busy, EngineStopped, KvlatheError
+from kvlathe.base.errors import Asleep, Busy, EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, Closing
 from kvlathe.runtime.cache.arena import OutOfPages
@@ -33,6 +33,12 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+BUSY: Mapping[type[Busy], tuple[int, str]] = {
+    Closing: (503, "shutting_down"),
+    Asleep: (503, "sleeping"),
+}
+"""Status and code of those that a fuller queue does not explain."""
 
 
 class ErrorBody(BaseModel):
@@ -108,11 +114,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     """A refusal of the engine as an HTTP error."""
     if isinstance(error, Busy):
         again = {"Retry-After": str(error.retry_after)}
-        status, code = (
-            (503, "shutting_down")
-            if isinstance(error, Closing)
-            else (429, "queue_full")
-        )
+        status, code = BUSY.get(type(error), (429, "queue_full"))
         return ApiError(status, str(error), code=code, headers=again)
     if isinstance(error, EngineStopped | OutOfPages | OutOfMemory):
         # No fault of the request: it may succeed later, here or elsewhere.
@@ -188,8 +190,9 @@ def invalid_request(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it ends early")
         return ApiError(400, f"the body is not JSON ({reason})", None, "invalid_json")
+    in_body = first["loc"][0] == "body"  # else in the query or the path
     same = [
-        (field_of(e["loc"][1:], error.body), e)
+        (field_of(e["loc"][1:], error.body if in_body else {}), e)
         for e in error.errors()
         if e["loc"][:2] == first["loc"][:2]
     ]

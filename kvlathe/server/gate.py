@@ -25,7 +25,7 @@ log = logging.getLogger("kvlathe")
 BODY_SECONDS = 60.0
 """Most time that a client may take to send a request's body."""
 
-KEYED = ("/v1/", "/tokenize", "/detokenize")
+KEYED = ("/v1/", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping")
 """Beginnings of the paths that need a key, where the server has any."""
 OPERATIONS = ("/metrics", "/docs", "/openapi.json")
 """Those that may need one as well: whoever runs the server reads them."""

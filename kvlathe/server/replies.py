@@ -223,4 +223,10 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "draining", "dead"]
+    status: Literal["ok", "sleeping", "draining", "dead"]
+
+
+class IsSleeping(BaseModel):
+    """Whether the engine sleeps, as vLLM says it."""
+
+    is_sleeping: bool

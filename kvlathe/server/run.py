@@ -72,6 +72,7 @@ class Settings:
     disk_cache_bytes: int = DISK_CACHE_BYTES
     speculative: str | None = None  # ngram, or the folder of a draft engine
     num_speculative_tokens: int = MOST_DRAFTS
+    sleeps: bool = False  # clients may put the engine to sleep
     otlp_traces_endpoint: str | None = None  # where spans of requests go
 
     @property
@@ -243,6 +244,7 @@ def _serve(
         settings.hosts,
         settings.keyed,
         tracer_provider,
+        settings.sleeps,
     )
     # What is here now stays. A pass of the collector over all of it would hold every
     # answer up for a tenth of a second.

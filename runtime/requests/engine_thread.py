@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvlathe.base.errors import DeviceLost, EngineStopped, KvlatheError
+from kvlathe.base.errors import Asleep, DeviceLost, EngineStopped, KvlatheError
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
@@ -30,6 +30,10 @@ T = TypeVar("T")
 PAUSE = 0.01
 """Seconds until it is tried again where nobody finds a page before borrowed ones come
 back."""
+NAP = 0.1
+"""Seconds between two looks at deadlines while the engine sleeps."""
+AGAIN = 5
+"""Seconds until what a sleeping engine refused may be tried again."""
 log = logging.getLogger("kvlathe")
 
 
@@ -89,6 +93,7 @@ class EngineThread:
         self._watched: Session | None = None
         self._stopping = False  # the thread's own: it has seen that it is to end
         self._pauses = False  # its own, too: the last step did nothing
+        self._asleep = False  # set in the thread alone
 
     # -- for callers, in any thread ----------------------------------------------------
     @property
@@ -147,11 +152,19 @@ class EngineThread:
             raise
         request.raise_failure()
 
-    def call(self, work: Callable[[], T]) -> T:
+    @property
+    def asleep(self) -> bool:
+        """Whether no step runs until it is told to wake."""
+        return self._asleep
+
+    def call(self, work: Callable[[], T], asleep: bool = False) -> T:
         """Run ``work``: returns or raises what it does when it runs in the engine's
-        thread, between two steps."""
+        thread, between two steps. ``asleep``: also while the engine sleeps. Raises
+        Asleep else."""
         self.refuse_own_thread()
         future: Future[T] = Future()
+        if not asleep:
+            work = partial(self._awake, work)
         with self._lock:
             self._put(partial(self._fulfil, future, work))
         return future.result()
@@ -225,6 +238,16 @@ class EngineThread:
             if sequence in self._owners:
                 self._publish(sequence)
 
+    def give_up(self, error: Exception) -> None:
+        """End every sequence with ``error``, and tell of it."""
+        for sequence in list(self._owners):
+            self._engine.fail(sequence, error)
+            self._publish(sequence)
+
+    def sleep(self, asleep: bool) -> None:
+        """From now on run no step, or steps again. Requests wait meanwhile."""
+        self._asleep = asleep
+
     def move_out(self, sequence: Sequence) -> None:
         """End a sequence that goes on elsewhere, and tell of it."""
         self._engine.move_out(sequence)
@@ -237,7 +260,10 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._obey()
-                if self._owners:
+                if self._owners and self._asleep:
+                    for sequence in self._engine.overdue():
+                        self._publish(sequence)
+                elif self._owners:
                     self._step()
         except BaseException as error:  # callers wait: whatever it is, they must hear
             log.exception("the engine's thread failed")
@@ -253,8 +279,9 @@ class EngineThread:
                 idle = not self._owners and not self._stopping
                 if idle:
                     self._engine.rest()
-                pauses, self._pauses = self._pauses, False
-                self._commands.get(idle or pauses, None if idle else PAUSE)()
+                pauses, self._pauses = self._pauses or self._asleep, False
+                pause = NAP if self._asleep else PAUSE
+                self._commands.get(idle or pauses, None if idle else pause)()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -308,6 +335,11 @@ class EngineThread:
             self._submitted.discard(request)
         request.done.set()
 
+    def _awake(self, work: Callable[[], T]) -> T:
+        if self._asleep:
+            raise asleep()
+        return work()
+
     def _fulfil(self, future: Future[T], work: Callable[[], T]) -> None:
         if self._fault:
             future.set_exception(failure(self._fault))
@@ -358,6 +390,13 @@ class EngineThread:
             request.done.set()
         if sequence.error and request.on_delta is None:
             self.cancel(request)  # who follows no deltas wants all answers or none
+
+
+def asleep() -> Asleep:
+    """The refusal of what needs an engine that sleeps."""
+    return Asleep(
+        "the engine sleeps", "its memory was given back until it is woken", AGAIN
+    )
 
 
 def failure(fault: BaseException) -> EngineStopped:

@@ -76,7 +76,7 @@ class Engine:
         """
         if not self.context.samples or not self.scheduler.running:
             self._known = time.perf_counter()
-        changed = self._overdue()
+        changed = self.overdue()
         if self.scheduler.speculation.eager:
             changed += self._land()
         scheduled = self.scheduler.schedule()  # decodes, and prefills beside them
@@ -245,8 +245,8 @@ class Engine:
         """End a sequence here that goes on elsewhere."""
         self._end(sequence, "moved")
 
-    def _overdue(self) -> list[Sequence]:
-        """End those whose deadline has passed."""
+    def overdue(self) -> list[Sequence]:
+        """End those whose deadline has passed. They are returned."""
         now, scheduler = time.perf_counter(), self.scheduler
         everybody = (*scheduler.running, *scheduler.waiting.entered)
         late = [sequence for sequence in everybody if sequence.deadline < now]

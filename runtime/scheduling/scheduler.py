@@ -392,6 +392,19 @@ class Scheduler:
         self.costs.judge()
         return sequence
 
+    @property
+    def lends(self) -> bool:
+        """Whether others have pages that come back by themselves."""
+        return self._borrowers > 0
+
+    def vacate(self) -> None:
+        """Empty the pool of all that is the scheduler's: who runs leaves, to come back
+        by itself, and what was only kept is given up."""
+        while self.running:
+            self.preempt()
+        while self._reclaim():
+            pass
+
     def _recomputes(self, sequence: Sequence, size: int) -> bool:
         """Whether a sequence of ``size`` bytes had better be computed again than moved
         to the host and back."""

@@ -67,6 +67,7 @@ def serving(
     hosts: Sequence[str] = (),
     keyed: Sequence[str] = KEYED,
     tracer_provider: TracerProvider | None = None,
+    sleeps: bool = False,
 ) -> Generator[Served]:
     """Serve until the block ends."""
     metrics = Metrics(name)
@@ -84,6 +85,7 @@ def serving(
         hosts,
         keyed,
         tracer_provider,
+        sleeps,
     )
     server = Server(http_config(app, close_seconds=2), engine, 0)
     bound = listen("127.0.0.1", 0)
