@@ -26,6 +26,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.support.markdown import print_markdown
 from kvlathe.base.console import print_table, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildConfig, build
@@ -142,7 +143,7 @@ def main() -> None:
     for model_type in progress(others, "other types"):
         with tempfile.TemporaryDirectory() as folder:
             tried.append(refused(model_type, Path(folder)))
-    show(tried)
+    show_all(tried)
     print(json.dumps({"bench": "families", "tried": [asdict(x) for x in tried]}))
     sys.exit(any(x.is_wrong for x in tried))
 
@@ -164,27 +165,16 @@ def rows_of(tried: list[Tried]) -> list[list[str]]:
     return rows
 
 
-def show(tried: list[Tried]) -> None:
+def show_all(tried: list[Tried]) -> None:
     columns = ["model type", "identity", "CPU", "compressed", "cuda"]
     by_reason: dict[str, list[str]] = {}
     for one in tried:
         if one.refused:
             by_reason.setdefault(one.refused, []).append(one.model_type)
     reasons = [[reason, ", ".join(types)] for reason, types in by_reason.items()]
-    if "--markdown" in sys.argv:
-        _print_markdown(columns, rows_of(tried))
-        _print_markdown(["refused, because", "model types"], reasons)
-        return
-    print_table("Works", columns, rows_of(tried))
-    print_table("Refused", ["because", "model types"], reasons)
-
-
-def _print_markdown(columns: list[str], rows: list[list[str]]) -> None:
-    print(f"| {' | '.join(columns)} |")
-    print("|---" * len(columns) + "|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-    print()
+    show = print_markdown if "--markdown" in sys.argv else print_table
+    show("Works", columns, rows_of(tried))
+    show("Refused", ["refused, because", "model types"], reasons)
 
 
 if __name__ == "__main__":
