@@ -152,6 +152,10 @@ class OrtSession(GraphSession):
         # A plan of buffers takes time by the square of the nodes: minutes where every
         # head has a form of its own. Without it runs are as fast and take no more.
         options.enable_mem_reuse = False
+        # A pattern is kept for every combination of shapes that ever ran, without end:
+        # the memory of a server grew by 1 KB a request of a new length. Runs are as
+        # fast without.
+        options.enable_mem_pattern = False
         if (
             plan.stages
         ):  # the threads of a graph that has run must not spin while the next one runs
