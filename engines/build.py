@@ -123,7 +123,7 @@ def build(config: BuildConfig) -> Path:
         check_kl(kept.measured, config.max_kl, config.compression)
         with appearing(config.output_dir, config.overwrite) as folder:
             cache.give(order.key, kept, folder)
-            deal(read_plan(folder), config.tensor_parallel_size)
+            _check_deal(read_plan(folder), config)
             _renew(folder, kept, order)
         if kept.measured and kept.measured.breaks:
             log.warning("%s", kept.measured.warning)
@@ -228,6 +228,13 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def _check_deal(plan: CompressionPlan, config: BuildConfig) -> None:
+    """Raise KvlatheError for a plan that cannot be dealt to as many GPUs as were asked
+    for."""
+    if config.tensor_parallel_size > 1:
+        deal(plan, config.tensor_parallel_size)
+
+
 def _make(job: Job, folder: Path, began: float) -> Measurement | None:
     """Fill ``folder``: plan, basis, graph and weights, what the backend makes of them,
     tokenizer, report, manifest. Returns what the plan loses. ``began``: by the monotonic
@@ -237,7 +244,7 @@ def _make(job: Job, folder: Path, began: float) -> Measurement | None:
     planned = plan_for(job.order, checkpoint)
     plan = planned.plan
     job.order.backend.check_plan(config.backend, plan)
-    deal(plan, config.tensor_parallel_size)  # raises where it cannot be
+    _check_deal(plan, config)
     lost = measured(job.order, checkpoint, planned, time.monotonic() - began)
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     check_gpu(folder / PLAN_FILE, job.order.built, config.device)
@@ -375,6 +382,8 @@ def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -
         facts = {f"calibration {name}": value for name, value in stats.source.items()}
     facts["weights"] = described.weights
     facts["bytes of the weights"] = described.weight_bytes
+    if state := planned.plan.model.state_bytes:
+        facts["bytes of a sequence's state, 32 bit"] = state
     layout, limits = CacheLayout(planned.plan), described.limits
     data = ReportData(
         model=described.model,

@@ -34,6 +34,9 @@ def check_speculation(plan: CompressionPlan) -> None:
         remedy = (
             "leave --speculative out, or build with a compression that ranks no tokens"
         )
+    elif any(plan.model.states):
+        fact = "its layers keep states, and a wrong guess would stay in them"
+        remedy = "leave --speculative out"
     elif isinstance(plan, ShardPlan):
         fact = "it is spread over several GPUs"
         remedy = "leave --speculative out, or run it on one GPU"

@@ -63,6 +63,7 @@ from kvlathe.runtime.settings import (
     lowered,
     memory_share,
     refuse_shards,
+    refuse_states,
 )
 from kvlathe.runtime.sleeping import Sleeper, SleepMode
 from kvlathe.runtime.text.guide import Compiled
@@ -129,7 +130,7 @@ class LLM(ClosesAtExit):
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
         share = plan.index.sharable if share_prefixes is None else share_prefixes
-        prefixes = PrefixCache(self.pool) if share else None
+        prefixes = PrefixCache(self.pool, limits.max_batch_size) if share else None
         scheduler = Scheduler(self.pool, session, limits, prefixes)
         self.engine = Engine(session, self.pool, scheduler, tokenizer.eos_ids)
         self.thread = EngineThread(self.engine)
@@ -425,6 +426,7 @@ class LLM(ClosesAtExit):
         """Prefixes and running sequences leave for another engine of the same build, or
         come from one (docs/travel.md)."""
         refuse_shards(self.plan)
+        refuse_states(self.plan)
         origin = Origin.of(self.plan, self.manifest)
         return Exchange(self.engine, self.thread, self._sequences, origin)
 

@@ -10,6 +10,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import EngineFolder, open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Manifest
+from kvlathe.plan.memory import states_room
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions import registry
 from kvlathe.runtime.sessions.protocols import Session
@@ -53,9 +54,16 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     size = registry.cache_bytes(
         manifest, layout, runner, wanted.memory_share, wanted.cache_bytes
     )
-    work = partial(kind, folder, plan, manifest.limits, size, wanted.threads)
+    pages = size - states_room(layout, manifest.limits.max_batch_size)
+    if pages < min(layout.page_stride):
+        raise KvlatheError(
+            f"a cache of {size:,} bytes has no room for pages",
+            f"states of {manifest.limits.max_batch_size} sequences take {size - pages:,}",
+            "give it more (--cache-size), or run fewer at once (--max-batch-size)",
+        )
+    work = partial(kind, folder, plan, manifest.limits, pages, wanted.threads)
     session = registry.loaded(work, folder, int(runner.copies * manifest.size), size)
-    return Loaded(session, plan, size, words, runner.prompt_tokens)
+    return Loaded(session, plan, pages, words, runner.prompt_tokens)
 
 
 def loaded_again(

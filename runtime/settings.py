@@ -82,6 +82,17 @@ def _at_most(most: int, wanted: int | None, fact: str, least: int = 1) -> int:
     raise KvlatheError(asked, reason, remedy)
 
 
+def refuse_states(plan: CompressionPlan) -> None:
+    """Raises KvlatheError where layers keep states, for what takes sequences out of an
+    engine."""
+    if any(plan.model.states):
+        raise KvlatheError(
+            "sequences of this engine stay where they are",
+            "some of its layers keep a state, and pages alone leave an engine",
+            "send the prompt to the other engine",
+        )
+
+
 def refuse_shards(plan: CompressionPlan) -> None:
     """Raises KvlatheError where ``plan`` is one shard's, for what takes whole pages out
     of an engine."""

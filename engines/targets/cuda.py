@@ -20,6 +20,7 @@ from kvlathe.plan.kernel_forms import (
     Refusal,
     forms_refusal,
     plan_refusal,
+    unlike_refusal,
 )
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -59,8 +60,8 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     plan."""
     check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
-    refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
-    refusal = refusal or plan_refusal(plan)
+    refusal = unlike_refusal(plan) or _hot_refusal(plan) or _coded_refusal(plan)
+    refusal = refusal or _size_refusal(plan) or plan_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)

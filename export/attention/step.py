@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from kvlathe.layers.mixers import Spans
+
 
 @dataclass(frozen=True)
 class StepTensors:
@@ -17,7 +19,8 @@ class StepTensors:
     Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
     empty. ``observation_weights``: None where no row is observed. ``places``:
     of one sequence with nothing cached, the tokens [R], ascending, whose output is
-    wanted; None: all.
+    wanted; None: all. ``states`` [B, numbers] and ``spans``: what layers keep of each
+    sequence, and where its tokens are; None where no layer keeps a state.
     """
 
     cos: Tensor | None
@@ -29,6 +32,8 @@ class StepTensors:
     pools: dict[str, Tensor] = field(default_factory=dict)
     observation_weights: Tensor | None = None
     places: Tensor | None = None
+    states: Tensor | None = None
+    spans: Spans | None = None
 
 
 def sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:

@@ -203,6 +203,10 @@ def _observe_all(
             attended = runner.attention
             for i, before in enumerate(hidden):
                 captured = runner(before, positions[i])
+                advance(lengths[i] / spec.layers)
+                hidden[i] = captured.hidden
+                if not spec.attends(layer):
+                    continue
                 _accumulate(
                     halves[i % 2], layer, before, captured, own.wo_each, attended
                 )
@@ -210,8 +214,6 @@ def _observe_all(
                     entropy.observe(
                         entropies, i, layer, before, *_heads(captured), attended
                     )
-                hidden[i] = captured.hidden
-                advance(lengths[i] / spec.layers)
     return grams
 
 
@@ -245,14 +247,15 @@ class Grams(NamedTuple):
 
 def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
     # [H, D, d]
-    own = spec.heads(runner.layer)
+    own, d = spec.heads(runner.layer), spec.head_dim
+    whole = np.zeros((2, spec.kv_heads, d, d))
+    if not spec.attends(runner.layer):
+        return Grams(whole[0], whole[1], torch.zeros(0))
     by_lane = runner.w_v.unflatten(1, (own.kv_heads, -1)).transpose(0, 1).double()
     by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()  # [Hq, d, D]
     wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
     wo = wo_each.unflatten(0, (own.kv_heads, -1)).sum(1)
-    d = spec.head_dim
-    whole = np.zeros((2, spec.kv_heads, d, d))
     for every, part in zip(whole, (wv, wo), strict=True):
         every[tuple(map(slice, part.shape))] = part.cpu().numpy()
     return Grams(whole[0], whole[1], wo_each.float())

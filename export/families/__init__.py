@@ -9,6 +9,7 @@ from kvlathe.export.families.cohere import (
     cohere2_moe,
     cohere_compass,
 )
+from kvlathe.export.families.delta import qwen3_5, qwen3_5_moe, qwen3_next
 from kvlathe.export.families.experts import (
     aria_text,
     flex_olmo,
@@ -20,6 +21,7 @@ from kvlathe.export.families.experts import (
     qwen3_moe,
 )
 from kvlathe.export.families.falcon import falcon
+from kvlathe.export.families.falcon_h1 import falcon_h1
 from kvlathe.export.families.family import Experts, Family, Latent
 from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
 from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
@@ -60,6 +62,7 @@ from kvlathe.export.families.llama_like import (
     smollm3,
     starcoder2,
 )
+from kvlathe.export.families.nemotron_h import nemotron_h
 from kvlathe.export.families.norms_after import exaone4, glm, glm4, olmo2, olmo3
 from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
@@ -75,7 +78,9 @@ from kvlathe.export.families.sigmoid_experts import (
     minimax_m2,
     solar_open,
 )
+from kvlathe.export.families.spaces import bamba, granitemoehybrid
 from kvlathe.export.families.stablelm import stablelm
+from kvlathe.export.families.stateful import lfm2, lfm2_moe
 
 FAMILIES = {
     "afmoe": afmoe,
@@ -83,6 +88,7 @@ FAMILIES = {
     "arcee": arcee,
     "aria_text": aria_text,
     "axk1": axk1,
+    "bamba": bamba,
     "biogpt": biogpt,
     "codegen": codegen,
     "cohere": cohere,
@@ -99,6 +105,7 @@ FAMILIES = {
     "exaone4": exaone4,
     "exaone_moe": exaone_moe,
     "falcon": falcon,
+    "falcon_h1": falcon_h1,
     "flex_olmo": flex_olmo,
     "gemma": gemma,
     "gemma2": gemma2,
@@ -117,6 +124,7 @@ FAMILIES = {
     "granite_swa": granite_swa,
     "granitemoe": granitemoe,
     "granitemoe_swa": granitemoe_swa,
+    "granitemoehybrid": granitemoehybrid,
     "granitemoeshared": granitemoeshared,
     "helium": helium,
     "hy_v3": hy_v3,
@@ -124,6 +132,8 @@ FAMILIES = {
     "internlm3": llama,
     "iquestcoder": llama,
     "jais2": jais2,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "llama": llama,
     "mellum": mellum,
     "minicpm3": minicpm3,
@@ -135,6 +145,7 @@ FAMILIES = {
     "mixtral": mixtral,
     "nanochat": nanochat,
     "nemotron": nemotron,
+    "nemotron_h": nemotron_h,
     "olmo": olmo,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -148,7 +159,10 @@ FAMILIES = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "solar_open": solar_open,

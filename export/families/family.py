@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from kvlathe.layers.mixers import Mixing
     from kvlathe.layers.routing import Scores
     from kvlathe.layers.temperature import Temperature
     from kvlathe.plan.heads import HeadShape
@@ -38,6 +39,8 @@ class Experts:
     alpha: float = 0.0
     limit: float = 0.0
     scores: Scores = "softmax"
+    gated: bool = True
+    """Else an expert is a plain MLP."""
     corrected: bool = False
     correction_lead: tuple[int, ...] = ()
     """Dims of the stored correction before that of the experts."""
@@ -74,6 +77,32 @@ class Latent:
     def key_dim(self) -> int:
         """Dims of the one key."""
         return self.rank + self.turning
+
+
+ATTENTION = ("q", "k", "v", "qkv", "q_out_gate", "out_gate", "q_norm", "k_norm", "o")
+"""Roles of a layer's attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Tensors of layers that keep a state (``mixing``, kvlathe/layers/mixers.py).
+    ``names``: role -> modules whose outputs are side by side in it, or tensors. Roles are
+    ``project`` (channels of the convolution, then gates; of a convolution alone what is
+    before, after and in it), ``gates`` (strengths, then steps), ``conv``, ``decay``
+    ``step_bias`` ``skip`` ``norm``, and ``out``. ``stored``: how the outputs of
+    ``project`` and ``gates`` lie there; ``apart``: in that order, ``group``: of each
+    group q, k, v and gates (strengths and steps), ``space``: gates, channels and steps
+    in one module. ``conv`` may be several modules of channels. ``bias``: maps have
+    biases; ``conv_bias``: the convolution. ``factor`` multiplies ``out``; ``factors`` the
+    gates, values, keys, queries and steps of a state space."""
+
+    mixing: Mixing
+    names: Mapping[str, tuple[str, ...]]
+    stored: Literal["apart", "group", "space"] = "apart"
+    bias: bool = False
+    conv_bias: bool = False
+    factor: float = 1.0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +208,27 @@ class Family:
     tensors' names begin."""
     inside: str = ""
     """The name of this part in the names of its tensors, where it is one of several."""
+    lacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Roles that a layer lacks."""
+    mixer: Mixer | None = None
+    """The mixer of some layers, in place of attention or beside it."""
+    mixes: tuple[int, ...] = ()
+    """Those layers."""
     settings: tuple[str, ...] = ()
     """Names among FOREIGN_SETTINGS (export/model/spec.py) that this record obeys."""
 
     def roles(self, layer: int | None) -> Mapping[str, str]:
         """``names`` of the tensors of a layer, or of those around the layers."""
-        return self.dense_names if layer in self.dense else self.names
+        names = self.dense_names if layer in self.dense else self.names
+        lacked = () if layer is None else self.lacks.get(layer, ())
+        return {role: x for role, x in names.items() if role not in lacked}
 
     def inner(self, layer: int) -> int:
         """Columns of a layer's MLP, or of the expert that every token passes."""
         return self.dense_size if layer in self.dense else self.intermediate_size
 
     def experts_of(self, layer: int) -> Experts | None:
-        return None if layer in self.dense else self.experts
+        return self.experts if "router" in self.roles(layer) else None
+
+    def mixer_of(self, layer: int) -> Mixer | None:
+        return self.mixer if layer in self.mixes else None

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from transformers import (
         GraniteConfig,
         GraniteMoeConfig,
+        GraniteMoeHybridConfig,
         GraniteMoeSharedConfig,
         GraniteMoeSWAConfig,
         GraniteSWAConfig,
         HyperCLOVAXConfig,
     )
 
-    WithExperts = GraniteMoeConfig | GraniteMoeSharedConfig | GraniteMoeSWAConfig
+    Plain = GraniteMoeConfig | GraniteMoeHybridConfig
+    Shared = GraniteMoeSharedConfig | GraniteMoeHybridConfig
+    WithExperts = Plain | Shared | GraniteMoeSWAConfig
     WithWindows = GraniteSWAConfig | GraniteMoeSWAConfig
 
 MULTIPLIERS = (
@@ -63,11 +66,11 @@ def granite_swa(config: GraniteSWAConfig) -> Family:
     return _with_windows(replace(family, names={**family.names, **SINKS}), config)
 
 
-def granitemoe(config: GraniteMoeConfig) -> Family:
+def granitemoe(config: Plain) -> Family:
     return _with_experts(config, STORED, 0)
 
 
-def granitemoeshared(config: GraniteMoeSharedConfig) -> Family:
+def granitemoeshared(config: Shared) -> Family:
     """A record of Granite MoE with an expert that every token passes."""
     return _with_experts(config, STORED, config.shared_intermediate_size)
 

@@ -19,6 +19,7 @@ class TextPart:
 IMAGES = TextPart(("vision_tower", "multi_modal_projector"))
 TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(("gemma3", "got_ocr2", "mistral3"), IMAGES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), TextPart(("visual", "mtp."))),
     "emu3": TextPart(("vqmodel",), "text_model"),
     "fuyu": TextPart(("vision_embed_tokens",)),
     "kimi_k25": TextPart(("vision_tower", "mm_projector")),

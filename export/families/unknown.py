@@ -13,7 +13,7 @@ INDEXER = (
     "its own, which no page holds"
 )
 TWICE = "a layer has two attentions, and experts that pass by the second"
-STATE = "some of its layers keep a state, and no keys and values"
+STATE = "some of its layers keep a state, in a way that no record says"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
 SINKS = "its softmax has sinks, in a way that no record says"
 CHUNKS = "its attention begins anew at every chunk of tokens, which no life keeps"
@@ -27,9 +27,9 @@ BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMS_AFTER_ROPE),
     **dict.fromkeys(
-        ("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
+        ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
     ),
-    **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2", "nemotron_h"), STATE),
+    **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2"), STATE),
 }
 BY_SETTING: Mapping[str, str] = {
     "index_topk": INDEXER,

@@ -89,6 +89,8 @@ def _makers(
     for name in checkpoint.weights:
         makers[name] = partial(checkpoint.weight, name)
     for layer, lanes in folds.items():
+        if not spec.attends(layer):
+            continue
         makers |= _inputs(checkpoint, layer, lanes)
         makers |= _outputs(checkpoint, plan, layer, lanes)
         if plan.index.projected:

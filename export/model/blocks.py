@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlathe.export.families import Experts
+from kvlathe.export.families.family import Mixer
 from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
+from kvlathe.export.model.recurrence import recur
 from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
 from kvlathe.layers.experts import ExpertWeights, run_experts
 from kvlathe.layers.gated import HeadOutputs, HeadPlaces
+from kvlathe.layers.mixers import MixerParts, Spans, mix
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.plan.weight_formats import WeightFormat
@@ -77,6 +80,57 @@ class HeadOutputBlock(nn.Module):
         return HeadOutputs(self.places, self.weight, self.bias, self.group)(o)
 
 
+class MixerBlock(nn.Module):
+    """The maps of a layer that keeps a state, and its numbers, which are float32: decays
+    of a half are too coarse (kvlathe/layers/mixers.py). Weights start as whatever the
+    memory held."""
+
+    def __init__(
+        self, mixer: Mixer, hidden: int, dtype: torch.dtype, form: WeightFormat | None
+    ) -> None:
+        super().__init__()
+        self.mixing = own = mixer.mixing
+        inputs = own.channels + own.inner if own.heads else 3 * own.channels
+        self.project = linear(hidden, inputs, mixer.bias, dtype, form)
+        taps = [fixed(torch.empty(own.channels)) for _ in range(own.taps)]
+        self.taps = nn.ParameterList(taps)
+        self.conv_bias = self.gates = self.norm = None
+        self.decay = self.step_bias = self.skip = None
+        if mixer.conv_bias:
+            self.conv_bias = fixed(torch.empty(own.channels))
+        if own.heads:
+            is_delta = own.kind == "delta"
+            count = 2 * own.heads if is_delta else own.heads
+            self.gates = Linear(hidden, count, mixer.bias, dtype)
+            self.decay = fixed(torch.empty(own.heads))
+            self.step_bias = fixed(torch.empty(own.heads))
+            self.skip = None if is_delta else fixed(torch.empty(own.heads, 1))
+            if own.norm != "none":
+                width = own.value_dim if is_delta else own.inner
+                self.norm = fixed(torch.empty(width, dtype=dtype))
+        self.out = linear(own.inner, hidden, mixer.bias, dtype, form)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the state of one sequence."""
+        return self.mixing.numbers
+
+    def forward(self, x: Tensor, spans: Spans, states: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``mix``."""
+        parts = MixerParts(
+            project=self.project,
+            out=self.out,
+            taps=list(self.taps),
+            conv_bias=self.conv_bias,
+            gates=self.gates,
+            decay=self.decay,
+            step_bias=self.step_bias,
+            skip=self.skip,
+            norm=self.norm,
+        )
+        return mix(self.mixing, parts, x, spans, states, recur)
+
+
 class ExpertBlock(nn.Module):
     """The experts of a layer (kvlathe/layers/experts.py). Weights start as whatever the
     memory held."""
@@ -89,7 +143,8 @@ class ExpertBlock(nn.Module):
         self.activation = activation
         self.routing = routing_of(experts)
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
-        self.gate = fixed(torch.empty(count, hidden, inner, dtype=dtype))
+        if experts.gated:
+            self.gate = fixed(torch.empty(count, hidden, inner, dtype=dtype))
         self.up = fixed(torch.empty(count, hidden, inner, dtype=dtype))
         self.down = fixed(torch.empty(count, inner, hidden, dtype=dtype))
         biases = {

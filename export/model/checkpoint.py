@@ -22,7 +22,7 @@ from kvlathe.base.adapters import Adapter
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.gguf.tensors import GgufTensors
-from kvlathe.export.model import latent, stacked
+from kvlathe.export.model import latent, mixer_tensors, stacked
 from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
@@ -146,6 +146,8 @@ class Checkpoint:
         if stacked.is_own(self.spec, name):
             own = finite(stacked.read(self.spec, name, self._placed), name)
             return apply_factor(self.spec, name, own)
+        if mixer_tensors.is_own(name):
+            return finite(mixer_tensors.read(self.spec, name, self._placed), name)
         if latent.is_own(self.spec, name):
             own = finite(latent.read(self.spec, name, self._beside(name)), name)
             return apply_factor(self.spec, name, own)
@@ -163,7 +165,7 @@ class Checkpoint:
         """The grid on which the checkpoint has the decoder's map ``name``, its outputs
         in the decoder's order; None where it has floats, or where groups are out of
         order."""
-        if latent.is_own(self.spec, name):
+        if latent.is_own(self.spec, name) or mixer_tensors.is_own(name):
             return None
         stored = stored_name(self.spec, name)
         gguf = self._gguf(stored)
@@ -189,7 +191,8 @@ class Checkpoint:
         found: dict[str, str] = {}
         for name in self.weights:
             *layer, role, kind = name.split(".")
-            stored = stored_name(self.spec, name) if role in MAPS else ""
+            is_map = role in MAPS and not mixer_tensors.is_own(name)
+            stored = stored_name(self.spec, name) if is_map else ""
             file = self._gguf(stored)
             if layer and kind == "weight" and file is not None:
                 found[name] = file.kind(self.aliases.get(stored, stored))

@@ -12,7 +12,10 @@ from kvlathe.export.model.quantize import Grid, quantize
 from kvlathe.layers.coded_weight import CodedWeight
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
-MAPS = ("q_latent", "q", "k", "v", "out_gate", "o", "gate", "up", "down")
+MAPS = (
+    *("q_latent", "q", "k", "v", "out_gate", "o"),
+    *("gate", "up", "down", "project", "out"),
+)
 TABLES = ("embed", "head")
 GridOf = Callable[[str], Grid | None]
 """A tensor of the decoder by its name -> the grid on which the checkpoint has it."""

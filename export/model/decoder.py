@@ -20,6 +20,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import logits
+from kvlathe.layers.mixers import Spans
 from kvlathe.layers.temperature import query_factors
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
@@ -66,13 +67,19 @@ class Decoder(nn.Module):
         )
         self.rope = Rotator(spec.planes) if spec.ropes else None
         self.rope_of = [spec.rope_of[layer] if spec.ropes else 0 for layer in layers]
+
+        def attention(i: int, layer: int) -> AttendLayer | None:
+            if not spec.attends(layer):
+                return None
+            return AttendLayer(part, i, spec.scale(layer), dtype)
+
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(
                     spec,
                     layer,
                     Widths.folded(spec, part, i),
-                    AttendLayer(part, i, spec.scale(layer), dtype),
+                    attention(i, layer),
                     dtype,
                     formats.maps,
                 )
@@ -97,17 +104,20 @@ class Decoder(nn.Module):
         pools: dict[str, Tensor],
         logit_rows: Tensor,
         observation_weights: Tensor | None = None,
+        states: Tensor | None = None,
         places: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T],
         logit_rows [R] -> (logits [R, V] float32 or, before the last stage, hidden [T,
-        D]; rows [T, W] to append), and mass [B, lanes of all layers, N] where the plan
-        has an observation window. ``places`` [R]: of one sequence with nothing cached,
-        the tokens that the last layer computes; logit_rows are then among them.
+        D]; rows [T, W] to append), mass [B, lanes of all layers, N] where the plan
+        has an observation window, and states [B, numbers] after the step where layers
+        keep some, given those before (None: of sequences without tokens).
+        ``places`` [R]: of one sequence with nothing cached, the tokens that the last
+        layer computes; logit_rows are then among them.
         """
         steps = cu_seqlens_q, query_offsets, lengths, page_tables, pools
         x, *more = self._passed(
-            source, positions, *steps, logit_rows, observation_weights, places
+            source, positions, *steps, logit_rows, observation_weights, states, places
         )
         return (self._logits(x) if self.last else x), *more
 
@@ -122,6 +132,7 @@ class Decoder(nn.Module):
         pools: dict[str, Tensor],
         logit_rows: Tensor,
         observation_weights: Tensor | None = None,
+        states: Tensor | None = None,
         places: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """``forward``, but hidden states [R, D] in place of logits."""
@@ -129,35 +140,52 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         angles = self.rope(positions, self.dtype) if self.rope else [(None, None)]
+        sequences = cu_seqlens_q, query_offsets, lengths
+        pages = list(page_tables), pools, observation_weights
+        held = self._states(sequences, x.shape[0], states)
         steps = [
-            StepTensors(
-                cos,
-                sin,
-                cu_seqlens_q,
-                query_offsets,
-                lengths,
-                list(page_tables),
-                pools,
-                observation_weights,
-            )
+            StepTensors(cos, sin, *sequences, *pages, None, *held)
             for cos, sin in angles
         ]
         warmth = self.spec.family.temperature
         factors = None if warmth is None else query_factors(warmth, positions)
-        handed_on = []
-        *before, final = zip(self.rope_of, self.layers.values(), strict=True)
-        for rope, layer in before:
-            x, *more = layer(x, steps[rope], query_factors=factors)
-            handed_on.append(more)
-        rope, layer = final
-        step = dataclasses.replace(steps[rope], places=places)
-        wanted = logit_rows if self.last and places is None else None
-        x, *more = layer(x, step, places, wanted, factors)
-        handed_on.append(more)
+        handed_on: list[list[Tensor]] = []
+        after: list[Tensor] = []
+        for i, layer in enumerate(self.layers.values()):
+            assert isinstance(layer, DecoderLayer)
+            step = steps[self.rope_of[i]]
+            if i < len(self.layers) - 1:
+                x, *more = layer(x, step, query_factors=factors)
+            else:
+                step = dataclasses.replace(step, places=places)
+                wanted = logit_rows if self.last and places is None else None
+                x, *more = layer(x, step, places, wanted, factors)
+            if layer.mixer is not None:
+                after.append(more.pop())
+            if layer.attend is not None:
+                handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
         if self.last and places is not None:
             x = x.index_select(0, logit_rows)
-        return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
+        found = [torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)]
+        return x, *found, *([torch.cat(after, -1)] if after else [])
+
+    def _states(
+        self,
+        sequences: tuple[Tensor, Tensor, Tensor],
+        tokens: int,
+        states: Tensor | None,
+    ) -> tuple[Tensor | None, Spans | None]:
+        """States before a step, and where its tokens are; None where no layer keeps a
+        state."""
+        numbers = sum(self.spec.shape.states)
+        if not numbers:
+            return None, None
+        ends, offsets, lengths = sequences
+        count = lengths.shape[0]
+        if states is None:
+            states = torch.zeros(count, numbers, device=lengths.device)
+        return states, Spans.of(ends, offsets, tokens, count)
 
     def _logits(self, x: Tensor) -> Tensor:
         """[R, D] -> [R, vocab]: logits of rows that the last layer gave."""

@@ -18,6 +18,7 @@ from kvlathe.export.model.blocks import (
     Curve,
     ExpertBlock,
     HeadOutputBlock,
+    MixerBlock,
     Norm,
     linear,
 )
@@ -26,6 +27,7 @@ from kvlathe.export.model.tensors import FUSED, has_bias, qk_norm_width
 from kvlathe.layers.decoder import run_layer
 from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import latent_rows
+from kvlathe.layers.mixers import Spans
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import WeightFormat
@@ -87,17 +89,23 @@ def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
 
 class Turning(Protocol):
     """The part of a step that a layer reads: cos and sin [T, planes] of its rotation;
-    None without RoPE."""
+    None without RoPE. ``states`` [B, numbers of all layers], and where the tokens of
+    each sequence are: None where no layer keeps a state."""
 
     @property
     def cos(self) -> Tensor | None: ...
     @property
     def sin(self) -> Tensor | None: ...
+    @property
+    def spans(self) -> Spans | None: ...
+    @property
+    def states(self) -> Tensor | None: ...
 
 
 class DecoderLayer(nn.Module):
     """One layer around ``attend``, which maps (q, k, v, step) to o and more:
-    AttendLayer, or FullAttention to observe.
+    AttendLayer, or FullAttention to observe; None where the layer has no attention. A
+    layer that keeps a state has a ``mixer``, and hands on the state after the step last.
 
     v and o always have a bias (centring leaves constants there), k has one wherever no
     RoPE follows it. Where heads share a latent, v is the latent itself. ``form``: of
@@ -105,13 +113,21 @@ class DecoderLayer(nn.Module):
     """
 
     rows: Rows = ROWS
+    q: AnyLinear
+    k: AnyLinear
+    v: AnyLinear | None
+    o: AnyLinear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out_gate: AnyLinear | None
+    lift: HeadOutputBlock | None
 
     def __init__(
         self,
         spec: DecoderSpec,
         layer: int,
         widths: Widths,
-        attend: nn.Module,
+        attend: nn.Module | None,
         dtype: torch.dtype,
         form: WeightFormat | None = None,
     ) -> None:
@@ -120,34 +136,54 @@ class DecoderLayer(nn.Module):
         hidden = spec.hidden_size
         roles = family.roles(layer).keys()
 
-        def norm(role: str, size: int, kind: str = family.norm) -> Norm | None:
+        def norm(role: str, size: int) -> Norm | None:
             if role not in roles:
                 return None
-            return Norm(kind, size, family.norm_eps, dtype)
+            return Norm(family.norm, size, family.norm_eps, dtype)
 
         self.head_dim, self.activation = spec.heads(layer).head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
         self.latent, self.value_width = family.latent, widths.v
+        self.attend = attend
+        if attend is not None:
+            self._add_attention(spec, layer, widths, dtype, form)
+        mixer, self.first_number = (
+            family.mixer_of(layer),
+            spec.shape.states_before(layer),
+        )
+        self.mixer = mixer and MixerBlock(mixer, hidden, dtype, form)
+        self.attn_out_norm = norm("attn_out_norm", hidden)
+        self.mlp_norm = norm("mlp_norm", hidden)
+        self.mlp_out_norm = norm("mlp_out_norm", hidden)
+        self._add_mlp(spec, layer, dtype, form)
+
+    def _add_attention(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        widths: Widths,
+        dtype: torch.dtype,
+        form: WeightFormat | None,
+    ) -> None:
+        family, hidden = spec.family, spec.hidden_size
+        roles = family.roles(layer).keys()
+
+        def norm(role: str) -> Norm | None:
+            if role not in roles:
+                return None
+            width = qk_norm_width(spec, role, layer)
+            return Norm(family.qk_norm, width, family.norm_eps, dtype)
+
         apart = self.latent is None
         inputs = hidden if apart else self._add_latents(spec, dtype, form)
         biased_k = family.qkv_bias or (spec.rope is None and apart)
         self.q = linear(inputs, widths.q, family.qkv_bias and apart, dtype, form)
         self.k = linear(hidden, widths.k, biased_k, dtype, form)
         self.v = linear(hidden, widths.v, True, dtype, form) if apart else None
-        self.q_norm = norm(
-            "q_norm", qk_norm_width(spec, "q_norm", layer), family.qk_norm
-        )
-        self.k_norm = norm(
-            "k_norm", qk_norm_width(spec, "k_norm", layer), family.qk_norm
-        )
-        self.attend = attend
+        self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self._add_gates(spec, layer, widths, dtype, form)
         self.o = linear(widths.o, hidden, True, dtype, form)
-        self.attn_out_norm = norm("attn_out_norm", hidden)
-        self.mlp_norm = norm("mlp_norm", hidden)
-        self.mlp_out_norm = norm("mlp_out_norm", hidden)
-        self._add_mlp(spec, layer, dtype, form)
 
     def _add_gates(
         self,
@@ -221,17 +257,29 @@ class DecoderLayer(nn.Module):
         ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
         then has as well, no others are attended, either."""
         handed_on: list[Tensor] = []
+        states: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert self.attend is not None
             o, *more = self.attend(q, k, v, step)
             handed_on.extend(more)
             return o if rows is None else o.index_select(0, rows)
+
+        def mix(x: Tensor) -> Tensor:
+            assert self.mixer and step.spans is not None and step.states is not None
+            own = step.states.narrow(-1, self.first_number, self.mixer.numbers)
+            y, after = self.mixer(x, step.spans, own)
+            states.append(after)
+            return y
 
         wanted = places if rows is None else rows
         angles = None
         if self.latent is not None and step.cos is not None and step.sin is not None:
             angles = step.cos, step.sin
-        return run_layer(self, x, attend, wanted, query_factors, angles), *handed_on
+        mixing = None if self.mixer is None else mix
+        attention = None if self.attend is None else attend
+        x = run_layer(self, x, attention, wanted, query_factors, angles, mixing)
+        return x, *handed_on, *states
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.latent is None:

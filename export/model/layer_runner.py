@@ -3,7 +3,7 @@ v as a cache would see them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,24 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import rope_state
+from kvlathe.layers.mixers import Spans
 from kvlathe.layers.temperature import query_factors
 
 
 class Rotation(NamedTuple):
-    """All that FullAttention needs of a step: cos, sin [T, d/2], None without RoPE."""
+    """All that a layer needs of a step of one sequence: cos, sin [T, d/2], None without
+    RoPE; where its tokens are and the states before them, where layers keep some."""
 
     cos: Tensor | None
     sin: Tensor | None
+    spans: Spans | None = None
+    states: Tensor | None = None
 
 
 class Captured(NamedTuple):
     """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE,
-    canonical; ``v`` [T, H, dv]; ``o`` [T, Hq, dv], what attention gives."""
+    canonical; ``v`` [T, H, dv]; ``o`` [T, Hq, dv], what attention gives. No heads where
+    the layer has no attention."""
 
     hidden: Tensor
     q: Tensor
@@ -89,7 +94,10 @@ class LayerRunner:
         if checkpoint.has(f"{prefix}attend.sinks"):
             sinks = checkpoint.weight(f"{prefix}attend.sinks").flatten()
         self.attention = PlainAttention.of(spec, layer, sinks)
-        attention = FullAttention(spec, layer, self.attention)
+        attention = None
+        if spec.attends(layer):
+            attention = FullAttention(spec, layer, self.attention)
+        self._numbers = sum(spec.shape.states)
         with torch.device("meta"):
             self._layer = DecoderLayer(
                 spec, layer, Widths.whole(spec, layer), attention, torch.float32
@@ -136,14 +144,35 @@ class LayerRunner:
         if self._rope is not None:
             angles = self._rope(positions, hidden.dtype)
             rotation = Rotation(*angles[self._rope_of])
+        rotation = rotation._replace(**first_states(hidden, self._numbers))
         factors = self._query_factors(positions)
-        after, (q, k, v, o) = self._layer(hidden, rotation, None, rows, factors)
-        return Captured(after, q, k, v, o)
+        after, *more = self._layer(hidden, rotation, None, rows, factors)
+        if self._layer.attend is None:
+            return Captured(after, *[hidden.new_zeros(len(hidden), 0, 0)] * 4)
+        return Captured(after, *more[0])
 
     def _query_factors(self, positions: Tensor) -> Tensor | None:
         if self._temperature is None:
             return None
         return query_factors(self._temperature, positions)
+
+
+class FirstStates(TypedDict):
+    """Places of the tokens of a step, and states before them."""
+
+    spans: Spans | None
+    states: Tensor | None
+
+
+def first_states(hidden: Tensor, numbers: int) -> FirstStates:
+    """Those of one whole sequence, hidden [T, D]: states are zeros."""
+    if not numbers:
+        return {"spans": None, "states": None}
+    tokens = len(hidden)
+    offsets = torch.arange(tokens, device=hidden.device)
+    ends = torch.tensor([0, tokens], device=hidden.device)
+    spans = Spans.of(ends, offsets, tokens, 1)
+    return {"spans": spans, "states": hidden.new_zeros(1, numbers)}
 
 
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:

@@ -116,15 +116,19 @@ class LayeredModel:
             with torch.enable_grad():
                 captured = runner.run(own, places, own_rows)
             pull = before.new_empty((len(before), *captured.o.shape))
-            wanted = (captured.o, own) if layer else (captured.o,)
-            for score, one in enumerate(after):
+            attends = self.spec.attends(layer)
+            wanted = [*([captured.o] if attends else []), *([own] if layer else [])]
+            for score, one in enumerate(after if wanted else ()):
                 found = torch.autograd.grad(
                     captured.hidden, wanted, one, retain_graph=score + 1 < len(after)
                 )
-                pull[score] = found[0]
+                if attends:
+                    pull[score] = found[0]
                 if layer:
-                    before[score] = found[1]
+                    before[score] = found[-1]
             after, own_rows = before, None
+            if not attends:
+                continue
             detached = Captured(*(x.detach() for x in captured))
             del captured, own, wanted
             yield LayerPull(layer, runner, detached, pull)

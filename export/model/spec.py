@@ -30,6 +30,11 @@ Settings = dict[str, Any]
 """The fields of config.json."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models with a head that writes text."""
+KINDS = {"full_attention", "sliding_attention"}
+MIXING_KINDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""Kinds of layers that families with a mixer have beside them."""
+QUERIES = frozenset(("q", "qkv", "q_out_gate"))
+"""Roles of maps to queries."""
 MOST = {
     "num_hidden_layers": 1 << 12,
     "hidden_size": 1 << 20,
@@ -141,9 +146,30 @@ class DecoderSpec:
             softcap=self.family.attn_softcap,
             sinks="sinks" in self.family.names,
             latent=self.family.latent.rank if self.family.latent else 0,
-            own_heads=self.family.own_heads,
+            own_heads=self._own_heads,
             sources=self.family.sources,
+            states=self._states,
         )
+
+    @property
+    def _own_heads(self) -> tuple[HeadShape, ...]:
+        """Heads of each layer where some have none, or as the family says."""
+        layers = range(self.layers)
+        if all(map(self.attends, layers)):
+            return self.family.own_heads
+        every = HeadShape(self.kv_heads, self.head_dim)
+        return tuple(every if self.attends(i) else HeadShape(0, 0) for i in layers)
+
+    @property
+    def _states(self) -> tuple[int, ...]:
+        found = [self.family.mixer_of(layer) for layer in range(self.layers)]
+        if not any(found):
+            return ()
+        return tuple(mixer.mixing.numbers if mixer else 0 for mixer in found)
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not QUERIES.isdisjoint(self.family.roles(layer))
 
     @property
     def rope_note(self) -> str:
@@ -170,7 +196,7 @@ class DecoderSpec:
         """The factor of a layer's scores q.k before the softmax."""
         scales = self.family.scales
         if scales is None:
-            return self.heads(layer).head_dim ** -0.5
+            return (self.heads(layer).head_dim or self.head_dim) ** -0.5
         return scales[layer]
 
 
@@ -210,7 +236,9 @@ def _spec(
         head_dim, turning = family.latent.key_dim, family.latent.turning
     _check_sizes(config, family, turning)
     ropes, rope_of = (), ()
-    if "positions" not in family.names:
+    # Of models whose layers all keep a state, or none, attention may know no positions.
+    nowhere = family.mixer and family.ropes and not any(map(_turns, family.ropes))
+    if "positions" not in family.names and not nowhere:
         own = [heads.head_dim for heads in family.own_heads]
         dims = own or [turning] * config.num_hidden_layers
         ropes, rope_of = read_ropes(config, dims, served, family)
@@ -230,6 +258,17 @@ def _spec(
     )
 
 
+def _infinite(settings: Settings) -> Settings | float:
+    """A number that JSON lacks, as transformers writes it: {"__float__": "Infinity"}."""
+    named = settings.get("__float__")
+    is_number = len(settings) == 1 and named in ("Infinity", "-Infinity", "NaN")
+    return float(str(named)) if is_number else settings
+
+
+def _turns(kind: str | None) -> bool:
+    return kind is not None
+
+
 def read_config(folder: Path) -> Settings:
     """Read config.json, and what lies beside it of its codes. Raises KvlatheError where
     it cannot be read."""
@@ -241,7 +280,7 @@ def read_config(folder: Path) -> Settings:
         )
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
     except FileNotFoundError:
         raise KvlatheError(
             f"{folder} has no config.json",
@@ -384,9 +423,10 @@ def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> Non
             "",
             f"choose a model with one of {', '.join(ACTIVATIONS)}",
         )
-    if types - {"full_attention", "sliding_attention"}:
+    unknown = types - (KINDS | MIXING_KINDS if family.mixer else KINDS)
+    if unknown:
         raise KvlatheError(
-            f"some layers are of the type {', '.join(sorted(types - {'full_attention', 'sliding_attention'}))}",
+            f"some layers are of the type {', '.join(sorted(unknown))}",
             "only full attention and sliding windows are supported",
             "choose another checkpoint",
         )

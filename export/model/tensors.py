@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvlathe.export.model import latent, stacked
+from kvlathe.export.model import latent, mixer_tensors, stacked
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import rope_names
 
@@ -72,8 +72,12 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
     names = [name for place in places for name in _kinds(spec, place)]
     for layer in range(spec.layers):
         experts = spec.family.experts_of(layer)
-        apart = EXPERT_ROLES if experts is not None and not experts.stacked else ()
-        for own in (*apart, *stacked.own_names(spec, layer)):
+        apart: list[str] = []
+        if experts is not None and not experts.stacked:
+            known = spec.family.names
+            apart = [own for own, role in EXPERT_ROLES.items() if role in known]
+        mixing = mixer_tensors.own_names(spec, layer)
+        for own in (*apart, *stacked.own_names(spec, layer), *mixing):
             names.append(f"layers.{layer}.{own}")
     return tuple(names)
 
@@ -179,7 +183,7 @@ def other_names(spec: DecoderSpec, name: str) -> list[str]:
 
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
-    shapes = stacked.stored_shapes(spec)
+    shapes = stacked.stored_shapes(spec) | mixer_tensors.stored_shapes(spec)
     around = {role: x for role, x in spec.family.names.items() if "{i}" not in x}
     if spec.tied_head:
         del around["head"]

@@ -64,12 +64,17 @@ def attend_function(
     return helper.make_function(
         DOMAIN,
         NAME,
-        node_inputs(plan, 0),
+        node_inputs(plan, attending(plan)),
         output_names(plan),
         writer.body.nodes,
         [helper.make_opsetid("", opset)],
         attributes=["layer", "scale", "layout", *scoring(plan), *ATTRIBUTES],
     )
+
+
+def attending(plan: CompressionPlan) -> int:
+    """The first layer with attention: inputs are the same for all."""
+    return plan.lanes[0].layer
 
 
 class _Writer:
@@ -89,7 +94,7 @@ class _Writer:
         b = self.body
         self.step()
         q = b.transpose(
-            self.rotated("q", self.plan.model.group(0)), 1, 2, 0, 3
+            self.rotated("q", self.plan.model.group(attending(self.plan))), 1, 2, 0, 3
         )  # [H, G, T, W]
         k = b.transpose(b.reshape(self.rotated("k", 1), 0, 0, -1), 1, 0, 2)  # [H, T, W]
         q = b.op("Mul", q, b.cast(b.attribute("scale"), self.dtype))

@@ -36,6 +36,7 @@ from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.weights_file import DTYPES, Place, wiring, write_weights
 from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
+from kvlathe.export.onnx.recur import recurrence_functions
 from kvlathe.plan.manifest import WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
@@ -110,6 +111,8 @@ def _graph(
         model.opset_imports[CONTRIB] = 1
     proto = ir.to_proto(model)
     proto.functions.append(attend_function(plan.part(stage), TYPES[dtype], opset))
+    if any(plan.model.states):
+        proto.functions.extend(recurrence_functions(opset))
     return proto
 
 
@@ -187,9 +190,13 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
         pools,
         ints("R"),
     )
-    if not plan.index.observes:
+    numbers = sum(plan.model.states)
+    if plan.index.observes or numbers:
+        rows = ints("T").float() if plan.index.observes else None
+        arguments, dims = (*arguments, rows), (*dims, t if rows is not None else None)
+    if not numbers:
         return arguments, dims
-    return (*arguments, ints("T").float()), (*dims, t)
+    return (*arguments, ints("B", numbers).float()), (*dims, b)
 
 
 @contextlib.contextmanager
@@ -222,6 +229,7 @@ def _tidy(model: ir.Model, decoder: Decoder) -> None:
         "logits" if decoder.last else "next_hidden",
         "rows",
         *(["mass"] if plan.index.observes else []),
+        *(["states_after"] if any(plan.model.states) else []),
     )
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
@@ -265,6 +273,7 @@ def _letter_shapes(graph: ir.Graph) -> None:
         "lengths": ["B"],
         "logit_rows": ["R"],
         "observation_weights": ["T"],
+        "states": ["B"],
         **{f"page_table_{i}": ["B", f"M_{i}"] for i in range(len(graph.inputs))},
         **{f"pool_{kind}": [f"pool_{kind}_units"] for kind in ("f32", "f16", "u8")},
     }
@@ -320,6 +329,8 @@ def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
     """The layout arrays are small: they stay in the model file."""
     part = plan.part(stage)
     for i, layer in enumerate(plan.index.layers_of(stage)):
+        if not plan.model.heads(layer).kv_heads:
+            continue
         for name, table in LayerTables(part, i).items():
             key = f"layers.{layer}.attend.{name}"
             model.graph.initializers[key].const_value = ir.tensor(table, name=key)

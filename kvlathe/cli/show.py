@@ -123,6 +123,9 @@ def show_memory(rows: list[dict[str, int]]) -> None:
     batch = rows[0]["batch"]
     both = (*columns, f"{batch} hold", f"{batch} at their peak", "with the weights")
     console.print_table("memory of the cache", both, lines)
+    if state := rows[0]["state"]:
+        size = console.human_bytes(state)
+        console.print_pairs("", [("state of a sequence, 32 bit", f"{size} of those")])
 
 
 def memory_of(plan: CompressionPlan, manifest: Manifest) -> list[dict[str, int]]:

@@ -94,10 +94,11 @@ class Layer(Protocol):
 def run_layer(
     layer: Layer,
     x: Tensor,
-    attend: Attention,
+    attend: Attention | None,
     places: Tensor | None = None,
     query_factors: Tensor | None = None,
     angles: Angles | None = None,
+    mix: RowMap | None = None,
 ) -> Tensor:
     """x [T, D] -> the next layer's x [T, D].
 
@@ -115,7 +116,9 @@ def run_layer(
     outputs, what attention gives is times sigmoid(W_gate n). Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
     2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
-    of the one k before ``attend``, which turns nothing.
+    of the one k before ``attend``, which turns nothing. A layer that keeps a state adds
+    what ``mix`` makes of n, beside attention or in place of it (``attend`` None). A layer
+    may have no MLP.
 
     With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend``
     then gives o of no others.
@@ -123,23 +126,21 @@ def run_layer(
     normed = x if layer.attn_norm is None else layer.attn_norm(x)
     # Before a: add_o may overwrite x.
     mlp_input = _mlp_input(layer, x, normed) if layer.parallel else None
-    q, k, v = layer.qkv(normed)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = _qk_norm(layer, layer.q_norm, q)
-        k = _qk_norm(layer, layer.k_norm, k)
-    if query_factors is not None:
-        q = q * query_factors.to(q.dtype)
-    if angles is not None:
-        q, k = (turned_ends(one, layer.head_dim, angles) for one in (q, k))
-    o = attend(q, k, v)
+    o = None
+    if attend is not None:
+        o = _attended(layer, normed, attend, query_factors, angles)
+    mixed = None if mix is None else mix(normed)
     if places is not None:
         x = x.index_select(0, places)
         normed = normed.index_select(0, places)
+        mixed = None if mixed is None else mixed.index_select(0, places)
         if mlp_input is not None:
             mlp_input = mlp_input.index_select(0, places)
-    if layer.out_gate is not None:
-        o = layer.whole_heads(o) * layer.out_gate(normed).sigmoid()
-    attended = _plus_o(layer, x, o)
+    attended = x if o is None else _plus_o(layer, x, normed, o)
+    if mixed is not None:
+        attended = attended + mixed
+    if layer.down is None and layer.experts is None:
+        return attended
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)
     if layer.experts is None and layer.mlp_out_norm is None:
@@ -148,7 +149,28 @@ def run_layer(
     return attended + (out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
 
 
-def _plus_o(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
+def _attended(
+    layer: Layer,
+    normed: Tensor,
+    attend: Attention,
+    query_factors: Tensor | None,
+    angles: Angles | None,
+) -> Tensor:
+    """o of what a layer's attention reads, ``normed`` [T, D]."""
+    q, k, v = layer.qkv(normed)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = _qk_norm(layer, layer.q_norm, q)
+        k = _qk_norm(layer, layer.k_norm, k)
+    if query_factors is not None:
+        q = q * query_factors.to(q.dtype)
+    if angles is not None:
+        q, k = (turned_ends(one, layer.head_dim, angles) for one in (q, k))
+    return attend(q, k, v)
+
+
+def _plus_o(layer: Layer, x: Tensor, normed: Tensor, o: Tensor) -> Tensor:
+    if layer.out_gate is not None:
+        o = layer.whole_heads(o) * layer.out_gate(normed).sigmoid()
     if layer.attn_out_norm is None:
         return layer.add_o(x, o)
     return x + layer.attn_out_norm(layer.o(o))

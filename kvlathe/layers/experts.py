@@ -17,12 +17,13 @@ from kvlathe.layers.rows import ACTIVATIONS
 @dataclass(frozen=True)
 class ExpertWeights:
     """``router`` [D, E]; ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D]. Biases
-    [E], twice [E, 1, I], and [E, D]; or None. ``correction`` [E]: as in ``choose``."""
+    [E], twice [E, 1, I], and [E, D]; or None. ``correction`` [E]: as in ``choose``.
+    Without ``gate`` an expert is a plain MLP."""
 
     router: Tensor
-    gate: Tensor
     up: Tensor
     down: Tensor
+    gate: Tensor | None = None
     router_bias: Tensor | None = None
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
@@ -42,9 +43,12 @@ def run_experts(
     shares = _shares(x, weights, routing).to(x.dtype)  # [T, E]
     by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
-    gate = _biased(every @ weights.gate, weights.gate_bias)
     up = _biased(every @ weights.up, weights.up_bias)
-    inner = _gated(gate, up, routing, activation)
+    if weights.gate is None:
+        inner = ACTIVATIONS[activation](up)
+    else:
+        gate = _biased(every @ weights.gate, weights.gate_bias)
+        inner = _gated(gate, up, routing, activation)
     out = ((inner * by_expert) @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 

@@ -26,14 +26,14 @@ from kvlathe.export.model.blocks import Norm
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer import DecoderLayer, Widths
-from kvlathe.export.model.layer_runner import embed, rotator
+from kvlathe.export.model.layer_runner import embed, first_states, rotator
 from kvlathe.export.search.sealed import SealedAttend
 from kvlathe.layers.decoder import logits, tied_head
 from kvlathe.layers.temperature import query_factors
 from kvlathe.measuring.sequences import Group, Passage
 from kvlathe.plan.plan import CompressionPlan
 
-FOLDED = ("q", "k", "v", "o", "attend")
+FOLDED = ("q", "k", "v", "o", "attend", "lift")
 """Parts of a layer that a fold may change."""
 LEAST_TOKENS = 256
 """Tokens to which the shortest windows may be cut where there is no time for more."""
@@ -94,12 +94,14 @@ class LayerPair:
                 if name.partition(".")[0] in FOLDED or name not in known:
                     known[name] = folded[f"layers.{layer}.{name}"].float()
                 built.load_state_dict({name: known[name]}, strict=False, assign=True)
-            built.attend = _exact(built.attend)
+            if built.attend is not None:
+                built.attend = _exact(built.attend)
             self._layers.append(built.to(models.checkpoint.device).eval())
         self._rope = models.rope
         spec = models.checkpoint.spec
         self._rope_of = spec.rope_of[layer] if spec.ropes else 0
         self._temperature = spec.family.temperature
+        self._numbers = sum(spec.shape.states)
 
     def advance(self, running: Running) -> None:
         """Put a sequence through the layer, in place."""
@@ -126,14 +128,17 @@ class LayerPair:
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         buckets = len(self.plans[side].index.buckets)
         lengths = torch.zeros((1, buckets), dtype=torch.int32, device=device)
-        return StepTensors(cos, sin, ends, places, lengths)
+        states = first_states(hidden, self._numbers)
+        return StepTensors(cos, sin, ends, places, lengths, **states)
 
 
 def _layer(checkpoint: Checkpoint, plan: CompressionPlan, layer: int) -> DecoderLayer:
     """Without weights."""
     spec = checkpoint.spec
     with torch.device("meta"):
-        attend = AttendLayer(plan, layer, spec.scale(layer))
+        attend = None
+        if spec.attends(layer):
+            attend = AttendLayer(plan, layer, spec.scale(layer))
         widths = Widths.folded(spec, plan, layer)
         return DecoderLayer(spec, layer, widths, attend, torch.float32)
 

@@ -45,6 +45,7 @@ def check(plan: PlanData) -> None:
     _check_score(plan, refuse)
     _check_compaction(plan, refuse)
     _check_stages(plan, refuse)
+    _check_states(plan, refuse)
 
 
 def _check_lanes(plan: PlanData, refuse: Refuse) -> None:
@@ -259,10 +260,36 @@ def _check_stages(plan: PlanData, refuse: Refuse) -> None:
             )
 
 
+def _check_states(plan: PlanData, refuse: Refuse) -> None:
+    """Every row of a prompt enters the states of layers, in order."""
+    states = plan.model.states
+    if not states:
+        return
+    if len(states) != plan.model.layers or any(not 0 <= n < MOST for n in states):
+        refuse(f"the states have {states} numbers", "each layer has some, or none")
+    if plan.stages:
+        refuse(
+            "a prompt loses rows between layers that keep a state",
+            "a state needs every row",
+        )
+    if any(group.life.compaction for group in plan.groups):
+        refuse(
+            "the plan compacts prefixes of a model that keeps states",
+            "a state holds every token, whatever pages keep",
+        )
+
+
 def check_sizes(plan: PlanData, refuse: Refuse) -> None:
     """The model's shape, the lanes' and groups' sizes, and every index."""
     for field in fields(plan.model):
-        if field.name in ("softcap", "sinks", "latent", "own_heads", "sources"):
+        if field.name in (
+            "softcap",
+            "sinks",
+            "latent",
+            "own_heads",
+            "sources",
+            "states",
+        ):
             continue
         size = getattr(plan.model, field.name)
         if not 0 < size < MOST:
@@ -306,9 +333,11 @@ def _check_heads(plan: PlanData, refuse: Refuse) -> None:
             )
     for heads in m.own_heads:
         within = heads.kv_heads <= m.kv_heads and heads.head_dim <= m.head_dim
-        if not within or min(heads.kv_heads, heads.head_dim) < 1:
+        least = min(heads.kv_heads, heads.head_dim)
+        is_none = heads.kv_heads == heads.head_dim == 0
+        if not within or (least < 1 and not is_none):
             refuse(f"a layer has {heads}", "the model says how many they are at most")
-        if m.query_heads % heads.kv_heads:
+        if heads.kv_heads and m.query_heads % heads.kv_heads:
             _refuse_group(m.query_heads, heads.kv_heads, refuse)
     if not m.own_heads and m.query_heads % m.kv_heads:
         _refuse_group(m.query_heads, m.kv_heads, refuse)

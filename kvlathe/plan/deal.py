@@ -101,10 +101,10 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
             "it moves single tokens, and shards move whole pages",
             "run it on one GPU, or build it with a compression that ranks no tokens",
         )
-    if not plan.model.alike:
+    if plan.model.states or not plan.model.alike:
         raise KvlatheError(
             f"the plan cannot be dealt to {num_shards} shards",
-            "the model's layers have heads of unlike shapes, or share caches",
+            "the model's layers have heads of unlike shapes, share caches or keep states",
             "run it on one device",
         )
     kept = [len(plan.index.active(layer)) for layer in range(plan.model.layers)]

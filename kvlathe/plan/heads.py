@@ -69,7 +69,10 @@ class ModelShape:
     ``own_heads``: those of each layer, where layers differ; ``kv_heads`` and
     ``head_dim`` are then the most that any layer has. ``sources``: the layer whose keys
     and values each layer reads, an earlier one or itself; empty where all read their
-    own. A layer that reads another's caches nothing.
+    own. A layer that reads another's caches nothing, and so does one without heads.
+
+    ``states``: numbers, of 32 bits, of the state that each layer keeps of a sequence
+    beside its cache or in place of it; empty where none does (docs/hybrids.md).
 
     ``softcap``: scores are softcap * tanh(score / softcap) before the softmax; 0 leaves
     them (Gemma 2, arXiv 2408.00118). ``sinks``: each query head has a learned logit
@@ -90,6 +93,7 @@ class ModelShape:
     latent: int = 0
     own_heads: tuple[HeadShape, ...] = ()
     sources: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
 
     def source(self, layer: int) -> int:
         """The layer whose cache a layer reads."""
@@ -117,6 +121,15 @@ class ModelShape:
         layers = range(self.layers)
         return tuple((i, head) for i in layers for head in range(self.lanes(i)))
 
+    def states_before(self, layer: int) -> int:
+        """Numbers of the states of all layers before one."""
+        return sum(self.states[:layer])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what all layers keep of one sequence, however long it is."""
+        return 4 * sum(self.states)
+
     @property
     def alike(self) -> bool:
         """Whether all layers have the same heads, each its own."""
@@ -131,6 +144,7 @@ class ModelShape:
             layers=len(layers),
             own_heads=own,
             sources=tuple(source - layers.start for source in sources),
+            states=self.states[layers.start : layers.stop],
         )
 
     def value_dim(self, layer: int) -> int:
@@ -154,8 +168,9 @@ class ModelShape:
         return self.query_heads // self.kv_heads
 
     def group(self, layer: int) -> int:
-        """Query heads for each KV head of a layer."""
-        return self.query_heads // self.heads(layer).kv_heads
+        """Query heads for each KV head of a layer; 0 where it has none."""
+        heads = self.heads(layer).kv_heads
+        return self.query_heads // heads if heads else 0
 
     def readers(self, layer: int) -> int:
         """Layers that read a layer's cache, itself included."""

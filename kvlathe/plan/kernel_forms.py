@@ -31,7 +31,11 @@ def latent_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of a model whose layers differ in their heads, or share caches."""
+    """The refusal of a model whose layers differ in their heads, share caches, or keep
+    states."""
+    if plan.model.states:
+        reason = "some of its layers keep a state, which no GPU session has"
+        return reason, "build with --backend onnxruntime, and run it on a CPU"
     if plan.model.alike:
         return None
     reason = (

@@ -35,15 +35,22 @@ def uncompressed_pages(tokens: int, page: int, per_token: float) -> float:
     return -(-tokens // page) * page * per_token
 
 
+def states_room(layout: CacheLayout, max_batch_size: int) -> int:
+    """Bytes of the states of a full batch before a step and after it, and of as many that
+    are kept with prefixes; 0 where no layer keeps a state."""
+    return 3 * max_batch_size * layout.plan.model.state_bytes
+
+
 def memory_table(
     layout: CacheLayout, max_seq_len: int, max_batch_size: int, weights: int = 0
 ) -> list[dict[str, int]]:
     """A row for each length. All but the length and the batch in bytes:
 
-    ``steady``: pages that one sequence of ``tokens`` tokens holds. ``peak``: the most
-    that it needs at one time where nearly all of it is a prompt. ``batch_steady`` and
+    ``steady``: pages that one sequence of ``tokens`` tokens holds, and its ``state``,
+    where layers keep one. ``peak``: the most that it needs at one time where nearly all
+    of it is a prompt; a step has states before and after it. ``batch_steady`` and
     ``batch_peak``: of ``batch`` such sequences, all at their peak at once.
-    ``uncompressed``: the model's K and V of one sequence in 16 bit. ``together``:
+    ``uncompressed``: the model's K and V of one sequence in 16 bit, and its state. ``together``:
     ``batch_peak`` and the ``weights``, which are bytes. ``host``: hidden states that
     one prompt leaves on the host between its stages. The cuda backend keeps them on the
     GPU, in half as many.
@@ -56,8 +63,9 @@ def memory_table(
 
 def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
     demand, model = PageDemand(layout), layout.plan.model
-    steady = layout.bytes_for(tokens)
-    peak = max(demand.bytes(pages) for pages in demand.moments(tokens))
+    state = model.state_bytes
+    steady = layout.bytes_for(tokens) + state
+    peak = max(demand.bytes(pages) for pages in demand.moments(tokens)) + 2 * state
     staged = len(layout.plan.index.passes(tokens)) > 1
     return {
         "tokens": tokens,
@@ -66,6 +74,7 @@ def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
         "peak": peak,
         "batch_steady": batch * steady,
         "batch_peak": batch * peak,
-        "uncompressed": 2 * model.numbers * tokens,
+        "uncompressed": 2 * model.numbers * tokens + state,
+        "state": state,
         "host": tokens * model.hidden_size * HOST_BYTES if staged else 0,
     }

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
-from kvlathe.runtime.sessions.protocols import Int32
+from kvlathe.runtime.sessions.protocols import Float32, Int32
 
+State = Float32
+"""[numbers]: what layers keep of a sequence beside pages, after its committed tokens.
+Nobody writes to one that is there."""
 Pages = list[list[int]]
 """For each bucket page ids, oldest first."""
 
@@ -34,10 +37,12 @@ class CompactedPrefix:
 @dataclass(eq=False, slots=True)
 class Block:
     """A block of the prefix cache: ``pages`` of each bucket. ``ends``: whether a
-    sequence may go on after it, which needs the windows before its end."""
+    sequence may go on after it, which needs the windows before its end, and the
+    ``state`` there."""
 
     pages: Pages
     ends: bool
+    state: State | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -47,13 +52,14 @@ class PageTable:
     For each bucket: its page ids, oldest first, how many committed tokens they hold,
     and how many have reached the bucket so far (of a cold bucket: 0). Lists that have
     run in a step are replaced, never changed. ``base``: the compacted prefix that it
-    begins with.
+    begins with. ``state``: None where no layer keeps one, and before the first token.
     """
 
     pages: Pages
     lengths: list[int]
     arrived: list[int]
     base: CompactedPrefix | None = None
+    state: State | None = None
     _rows: list[Int32] = field(default_factory=list)
     _rows_of: Pages | None = None
 
@@ -109,9 +115,10 @@ class Reservation:
 @dataclass(frozen=True, slots=True)
 class Swapped:
     """A sequence outside the arena: the bytes of its pages (scores are in them), and
-    its counts, for each bucket; ``base`` as in PageTable."""
+    its counts, for each bucket; ``base`` and ``state`` as in PageTable."""
 
     data: list[list[bytes]]
     lengths: list[int]
     arrived: list[int]
     base: CompactedPrefix | None = None
+    state: State | None = None

@@ -310,7 +310,8 @@ class PagePool(PageArena):
             )
         self.share(table.pages)
         pages: Pages = [list(ids) for ids in table.pages]
-        return PageTable(pages, list(table.lengths), list(table.arrived), table.base)
+        counts = list(table.lengths), list(table.arrived)
+        return PageTable(pages, *counts, table.base, table.state)
 
     def release(self, table: PageTable) -> None:
         """Give everything back. The table is empty and may be released again."""
@@ -318,14 +319,15 @@ class PagePool(PageArena):
         table.pages = [[] for _ in self.strides]
         table.lengths = [0] * len(self.strides)
         table.arrived = [0] * len(self.strides)
-        table.base = None
+        table.base = table.state = None
 
     def swap_out(self, table: PageTable, mover: PageMover) -> Swapped:
         """Move a sequence to host memory and release its pages."""
         data: list[list[bytes]] = []
         for bucket, ids in enumerate(table.pages):
             data.append([mover.read_page(bucket, page) for page in ids])
-        swapped = Swapped(data, list(table.lengths), list(table.arrived), table.base)
+        counts = list(table.lengths), list(table.arrived)
+        swapped = Swapped(data, *counts, table.base, table.state)
         self.release(table)
         return swapped
 
@@ -340,4 +342,4 @@ class PagePool(PageArena):
             self.drop(taken)
             raise
         counts = (list(swapped.lengths), list(swapped.arrived))
-        return PageTable(taken, *counts, swapped.base)
+        return PageTable(taken, *counts, swapped.base, swapped.state)

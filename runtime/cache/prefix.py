@@ -6,6 +6,10 @@ continuation). Its key hashes the plan, a salt (tenants do not see each other's 
 and every token id up to its end. The cache is one more owner of the block's pages, and
 gives the least recently used ones up when the pool runs out.
 
+Where layers keep a state, only a sequence that is there has the state at a block's end:
+blocks are whole prefill chunks, too, and those that have it end a match. So many states
+are kept as the cache is given room for; the least recently used go first.
+
 Of a bucket whose pages leave, a block has those that a sequence holds which ends there
 (Life.shared): its first ones and the newest before its end. Only a sequence that was
 just there can give them, so blocks are whole prefill chunks and the scheduler remembers
@@ -51,12 +55,12 @@ class BlockObserver(Protocol):
 
 class PrefixCache:
     """The cache of prefixes in one pool. ``hits`` counts tokens that were not computed
-    again.
+    again. ``most_states``: blocks whose state is kept, where layers keep one.
 
     Raises KvlatheError where the plan's lives forbid sharing.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, most_states: int = 16) -> None:
         if not pool.plan.index.sharable:
             raise KvlatheError(
                 "this engine cannot share prefixes",
@@ -65,7 +69,9 @@ class PrefixCache:
             )
         self.pool, plan = pool, pool.plan
         self.seals = plan.index.seals
-        self.drops = plan.index.drops
+        self._with_states = any(plan.model.states)
+        self._most_states = most_states
+        self.drops = plan.index.drops or self._with_states
         coarse = self.seals or self.drops
         self.block = plan.prefill_chunk if coarse else plan.page_tokens
         self.hits = 0
@@ -127,6 +133,7 @@ class PrefixCache:
             for ids, own in zip(table.pages, block.pages, strict=True):
                 ids += own
         if blocks:
+            table.state = blocks[-1].state
             for b in self._leaving:
                 table.pages[b] = list(blocks[-1].pages[b])
         self.pool.share(table.pages)
@@ -299,7 +306,8 @@ class PrefixCache:
                     end = firsts[b] + with_it // page
                     own.append(table.pages[b][at:end] if self._kept[b] else [])
                 self.pool.share(own)
-                self._blocks[key] = Block(own, not self._leaving)
+                ends = not (self._leaving or self._with_states)
+                self._blocks[key] = Block(own, ends)
             block = self._blocks[key]
             if not block.ends:
                 self._end(block, table, start + (i + 1) * self.block)
@@ -313,6 +321,8 @@ class PrefixCache:
     def _end(self, block: Block, table: PageTable, end: int) -> None:
         """Give a block that ends after ``end`` tokens the pages that leave, if
         ``table`` still holds all of them."""
+        if self._with_states and max(table.arrived) != end:
+            return
         found: Pages = [[] for _ in table.pages]
         for b in self._leaving:
             ids = self._held(table, b, end)
@@ -323,6 +333,15 @@ class PrefixCache:
         for b in self._leaving:
             block.pages[b] = found[b]
         block.ends = True
+        if self._with_states:
+            block.state = table.state
+            self._forget_states()
+
+    def _forget_states(self) -> None:
+        """Let go of the least recently used states beyond those that are kept."""
+        held = [block for block in self._blocks.values() if block.state is not None]
+        for block in held[: -self._most_states]:
+            block.state, block.ends = None, False
 
     def _held(self, table: PageTable, b: int, end: int) -> list[int] | None:
         """The pages of bucket ``b`` of a sequence that ends after ``end`` tokens; None

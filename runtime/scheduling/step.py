@@ -29,7 +29,7 @@ from kvlathe.runtime.scheduling.choosing import (
     give_choices,
     give_logits,
 )
-from kvlathe.runtime.scheduling.packing import pack
+from kvlathe.runtime.scheduling.packing import pack, with_states
 from kvlathe.runtime.scheduling.sequence import Chunk, Rows, Sequence
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import Choose, Sampling, Session, StepPlan
@@ -229,6 +229,8 @@ class Step:
         if copies:
             self.context.session.apply([PageMoves(copies=copies)])
         plan = pack(self.chunks, self._rows)
+        if numbers := sum(self.context.pool.plan.model.states):
+            plan = with_states(plan, self.chunks, numbers)
         for part in self.context.parts:
             plan = part.before(self, plan)
         return plan
@@ -307,6 +309,8 @@ class Step:
         passes, pool = plan.passes, self.context.pool
         for place, chunk in enumerate(self.chunks):
             pool.commit(chunk.reservation)
+            if plan.states_after is not None:
+                chunk.sequence.table.state = plan.states_after[place].copy()
             chunk.advance(passes[place] if passes else None)
         for chunk in self.prefills:
             sequence = chunk.sequence

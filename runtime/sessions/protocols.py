@@ -98,6 +98,8 @@ class StepPlan:
     - ``stages``: [B, 2], the stages that each sequence passes: first, end. None: all
     - ``observation_weights``: [T], 1 for rows whose attention is observed, else 0
     - ``observed_attention``: [B, lanes, N], zeros; the step fills it
+    - ``states``: [B, numbers], what layers keep of each sequence before the step;
+      ``states_after`` the same, which the step fills. None: no layer keeps a state
     - ``passes``: B, of each sequence that does not pass all stages. Where the places of its
       rows are not known, its ``positions`` are those of the prompt's last tokens
     """
@@ -114,6 +116,8 @@ class StepPlan:
     observation_weights: Float32 | None = None
     observed_attention: Float32 | None = None
     passes: tuple[PassRows | None, ...] | None = None
+    states: Float32 | None = None
+    states_after: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

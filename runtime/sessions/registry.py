@@ -25,7 +25,7 @@ from kvlathe.base.memory import LESS_MEMORY, OutOfMemory, within_memory
 from kvlathe.base.tensorrt_library import FLAVOURS
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
-from kvlathe.plan.memory import memory_table
+from kvlathe.plan.memory import memory_table, states_room
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu import cuda_python as gpu
@@ -331,6 +331,7 @@ def cache_bytes(
     border = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = longest["batch_steady"] + limits.max_batch_size * border
     full += 2 * (longest["peak"] - longest["steady"])
+    full += states_room(layout, limits.max_batch_size)
     if chosen.memory is None:
         return asked or min(full, machine.memory_bytes() // 2)
     free, total = chosen.memory()

@@ -61,6 +61,7 @@ def substep_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Substep:
         logit_rows=rows[rows >= 0],
         observation_weights=None if weights is None else weights[tokens],
         after=None if after is None else after[tokens],
+        states=None if step.states is None else step.states[chosen],
         passes=_moved(step, np.flatnonzero(chosen), starts),
     )
     return Substep(

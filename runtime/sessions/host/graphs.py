@@ -37,7 +37,8 @@ class StageGraph(Protocol):
         self, step: StepPlan, source: npt.NDArray[np.float32] | None
     ) -> list[np.ndarray]:
         """Logits [R, vocab] of the last stage, else hidden states [T, D]; the rows to
-        append; what the observed rows attended, where the plan asks for it.
+        append; what the observed rows attended, where the plan asks for it; states
+        after the step, where layers keep some.
 
         ``source`` [T, D]: the hidden states that enter a later stage than the first.
         """
@@ -60,6 +61,10 @@ class GraphSession(HostPages, Session):
         super().__init__(CacheLayout(plan), arena_bytes)
         self.limits = limits
         self.graphs = graphs
+        if any(plan.model.states):
+            self.substeps = (
+                by_size  # what keeps a state pads sequences, whatever attends
+            )
         for graph in graphs:
             graph.bind(self.memory)
         # Whether a step passes one graph as it is, and nothing is observed.
@@ -84,6 +89,8 @@ class GraphSession(HostPages, Session):
             for substep in self.substeps(step, stage, self.plan.page_tokens):
                 source = hidden[substep.tokens] if stage else None
                 out, rows, *attention = graph.run(substep.step, source)
+                if step.states_after is not None:
+                    step.states_after[substep.sequences] = attention.pop()
                 self.append(substep.step, rows, stage)
                 for attended in attention:
                     observed.append((substep.step, attended, stage))

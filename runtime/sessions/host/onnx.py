@@ -23,6 +23,8 @@ from kvlathe.runtime.sessions.host.graphs import GraphSession, observation_weigh
 from kvlathe.runtime.sessions.host.pages import typed_views
 from kvlathe.runtime.sessions.protocols import StepPlan
 
+FIRST_ROW = np.zeros(1, np.int32)
+
 
 class Graph:
     """One stage's graph: what it is fed and what it gives."""
@@ -62,6 +64,7 @@ class Graph:
             "lengths": len(self.buckets),
             "logits": self.plan.model.vocab_size,
             "rows": sum(lane.numbers for lane in lanes),
+            "states": sum(self.plan.model.states),
         }
         graph = (*self._session.get_inputs(), *self._session.get_outputs())
         for entry in graph:
@@ -86,7 +89,8 @@ class Graph:
         self, step: StepPlan, source: npt.NDArray[np.float32] | None
     ) -> list[np.ndarray]:
         """Logits [R, vocab] of the last stage, else hidden states [T, D]; the rows to
-        append; what the observed rows attended, where the graph has it.
+        append; what the observed rows attended and states after the step, where the
+        graph has them.
 
         ``source`` [T, D]: the hidden states that enter a later stage than the first.
         """
@@ -96,13 +100,16 @@ class Graph:
             "cu_seqlens_q": step.cu_seqlens_q,
             "query_offsets": step.query_offsets,
             "lengths": np.ascontiguousarray(step.lengths[:, self.buckets]),
-            "logit_rows": step.logit_rows,
+            # ONNX Runtime reduces what is empty to a wrong shape: one row for none.
+            "logit_rows": step.logit_rows if len(step.logit_rows) else FIRST_ROW,
             "observation_weights": observation_weights(step),
             **{
                 f"page_table_{i}": step.page_tables[b]
                 for i, b in enumerate(self.buckets)
             },
         }
+        if step.states is not None:
+            arrays["states"] = np.ascontiguousarray(step.states)
         if source is not None:
             half = self._inputs.get("hidden") == "tensor(float16)"
             arrays["hidden"] = (
@@ -113,12 +120,11 @@ class Graph:
             for n, a in arrays.items()
             if n in self._inputs
         }
-        return [
-            value.numpy()
-            for value in self._session.run_with_ort_values(
-                self._outputs, feeds | self.pool
-            )
-        ]
+        ran = self._session.run_with_ort_values(self._outputs, feeds | self.pool)
+        first, *others = (value.numpy() for value in ran)
+        if self._outputs[0] == "logits":
+            first = first[: len(step.logit_rows)]
+        return [first, *others]
 
 
 class OrtSession(GraphSession):

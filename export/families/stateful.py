@@ -1,0 +1,124 @@
+"""LFM2: layers that mix tokens by short convolutions, and keep a state in place of keys
+and values, among layers with attention (docs/hybrids.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvlathe.export.families.experts import COUNTS, OF_EXPERTS
+from kvlathe.export.families.family import ATTENTION, Experts, Family, Mixer
+from kvlathe.layers.mixers import Mixing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import Lfm2Config, Lfm2MoeConfig
+
+LAYER = "model.layers.{i}."
+LFM2 = {
+    "embed": "model.embed_tokens",
+    "attn_norm": LAYER + "operator_norm",
+    "q": LAYER + "self_attn.q_proj",
+    "k": LAYER + "self_attn.k_proj",
+    "v": LAYER + "self_attn.v_proj",
+    "q_norm": LAYER + "self_attn.q_layernorm",
+    "k_norm": LAYER + "self_attn.k_layernorm",
+    "o": LAYER + "self_attn.out_proj",
+    "mlp_norm": LAYER + "ffn_norm",
+    "gate": LAYER + "feed_forward.w1",
+    "up": LAYER + "feed_forward.w3",
+    "down": LAYER + "feed_forward.w2",
+    "norm": "model.embedding_norm",
+    "head": "lm_head",
+}
+LFM2_EXPERTS = {
+    "router": LAYER + "feed_forward.gate",
+    "router_correction": LAYER + "feed_forward.expert_bias",
+    "experts_gate": LAYER + "feed_forward.experts.{e}.w1",
+    "experts_up": LAYER + "feed_forward.experts.{e}.w3",
+    "experts_down": LAYER + "feed_forward.experts.{e}.w2",
+}
+
+
+def mixing_layers(
+    kinds: Sequence[str] | None, kind: str
+) -> tuple[tuple[int, ...], Mapping[int, tuple[str, ...]]]:
+    """Layers of a ``kind``, and that they have no attention."""
+    found = tuple(i for i, one in enumerate(kinds or ()) if one == kind)
+    return found, dict.fromkeys(found, ATTENTION)
+
+
+def lfm2(config: Lfm2Config) -> Family:
+    mixes, lacks = mixing_layers(config.layer_types, "conv")
+    return Family(
+        names=LFM2,
+        norm="rms",
+        norm_eps=config.norm_eps,
+        activation="silu",
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=_columns(config),
+        mixer=_short_convolution(config),
+        mixes=mixes,
+        lacks=lacks,
+    )
+
+
+def lfm2_moe(config: Lfm2MoeConfig) -> Family:
+    """LFM2 with experts, chosen by sigmoids."""
+    mixes, lacks = mixing_layers(config.layer_types, "conv")
+    experts = Experts(
+        count=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=config.norm_topk_prob,
+        scores="sigmoid",
+        corrected=config.use_expert_bias,
+    )
+    kept = {role: x for role, x in LFM2.items() if role not in OF_EXPERTS}
+    own = dict(LFM2_EXPERTS)
+    if not config.use_expert_bias:
+        del own["router_correction"]
+    family = Family(
+        names=kept | own,
+        norm="rms",
+        norm_eps=config.norm_eps,
+        activation="silu",
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.moe_intermediate_size,
+        experts=experts,
+        factors={"experts_down": config.routed_scaling_factor},
+        mixer=_short_convolution(config),
+        mixes=mixes,
+        lacks=lacks,
+        settings=COUNTS,
+    )
+    first = min(config.num_dense_layers, config.num_hidden_layers)
+    return replace(
+        family,
+        dense=tuple(range(first)),
+        dense_names=LFM2,
+        dense_size=config.intermediate_size,
+    )
+
+
+def _short_convolution(config: Lfm2Config | Lfm2MoeConfig) -> Mixer:
+    return Mixer(
+        Mixing("conv", config.hidden_size, config.conv_L_cache),
+        names={
+            "project": (LAYER + "conv.in_proj",),
+            "conv": (LAYER + "conv.conv",),
+            "out": (LAYER + "conv.out_proj",),
+        },
+        bias=config.conv_bias,
+        conv_bias=config.conv_bias,
+    )
+
+
+def _columns(config: Lfm2Config) -> int:
+    """Columns of the MLP: two thirds of what is written, up to a multiple."""
+    size = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
+    return -(-size // config.block_multiple_of) * config.block_multiple_of

@@ -1,0 +1,173 @@
+"""Engines of models whose layers keep states (docs/hybrids.md), against transformers, and
+against themselves: whatever runs beside a sequence, and wherever it stops and goes on,
+its text is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import BuildConfig, build
+from kvlathe.engines.targets import cuda, onnxruntime, tensorrt, vllm
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.memory import memory_table, states_room
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.sequence import Sequence
+from tests.support.checkpoints import FAMILIES, whole_plan
+from tests.support.nightly import rest_nightly
+
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+STATEFUL = [
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("granitemoehybrid", "granitemoehybrid-dense", "bamba", "nemotron_h"),
+    *("nemotron_h-experts", "falcon_h1", "falcon_h1-plain"),
+]
+DAILY = "qwen3_5_moe_text"
+"""It has gates of outputs, a part of RoPE, experts and delta rules."""
+BATCH, CHUNK, PAGE, ANSWER = 6, 32, 16, 40
+
+
+@pytest.fixture(scope="module", params=rest_nightly(STATEFUL, DAILY))
+def engine(
+    request: pytest.FixtureRequest,
+    reference: Reference,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, torch.nn.Module]:
+    """An engine whose prompts pass in several chunks, and its model."""
+    folder, model = reference(request.param)
+    config = BuildConfig(
+        folder,
+        tmp_path_factory.mktemp("states") / "engine",
+        kv_bits=32,
+        use_cache=False,
+        measure=False,
+        max_seq_len=256,
+        max_batch_size=BATCH,
+        prefill_chunk=CHUNK,
+        tokens_per_block=PAGE,
+    )
+    return build(config), model
+
+
+def prompts() -> list[list[int]]:
+    """24, some of which begin alike: within a block, and past two."""
+    draw = np.random.default_rng(5)
+    found = [draw.integers(0, 97, n).tolist() for n in draw.integers(1, 130, 24)]
+    found[4] = found[3][:20] + found[4]
+    found[7] = found[6][:96]
+    found[8] = found[6][:70] + found[8][:60]
+    return found
+
+
+def texts(llm: LLM, asked: list[list[int]]) -> list[tuple[int, ...]]:
+    answers = llm.generate(asked, max_new_tokens=ANSWER, ignore_eos=True)
+    return [tuple(answer.token_ids) for answer in answers]
+
+
+def test_logits_and_texts_are_those_of_the_model(
+    engine: tuple[Path, torch.nn.Module],
+) -> None:
+    folder, model = engine
+    ids = max(prompts(), key=len)
+    assert len(ids) > 3 * CHUNK
+    with LLM.load(folder) as llm:
+        found = llm.logits(ids, range(len(ids)))
+        (answer,) = texts(llm, [ids])
+    whole = [*ids, *answer]
+    with torch.no_grad():
+        expected = model(torch.tensor([whole])).logits[0]
+    np.testing.assert_allclose(found, expected[: len(ids)].numpy(), atol=1e-3)
+    assert list(answer) == expected.argmax(-1)[len(ids) - 1 : -1].tolist()
+
+
+def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
+    engine: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted by giving pages up as well as by moving them to the host, and with a
+    prefix that the sequence's own state was forgotten of."""
+    folder, asked = engine[0], prompts()
+    with LLM.load(folder) as llm:
+        alone = [texts(llm, [one])[0] for one in asked]
+        assert texts(llm, asked) == alone
+        layout = CacheLayout(llm.plan)
+    with LLM.load(folder, share_prefixes=True) as llm:
+        prefixes = llm.engine.scheduler.prefixes
+        assert prefixes is not None
+        assert [texts(llm, [one])[0] for one in asked] == alone
+        assert prefixes.hits > 3 * CHUNK
+        assert texts(llm, asked) == alone
+    size = states_room(layout, BATCH) + int(layout.bytes_for(180) * 2.2)
+    preempted = 0
+    for recomputes in (True, False):
+        with LLM.load(folder, cache_bytes=size, share_prefixes=recomputes) as llm:
+            scheduler = llm.engine.scheduler
+
+            def all_fit(sequences: list[Sequence]) -> bool:
+                return True
+
+            def chosen(_: Sequence, size: int, again: bool = recomputes) -> bool:
+                return again
+
+            monkeypatch.setattr(scheduler.admission, "fits", all_fit)
+            monkeypatch.setattr(scheduler, "_recomputes", chosen)
+            assert texts(llm, asked) == alone
+            preempted += scheduler.preemptions
+    assert preempted > 10
+
+
+def test_sequences_stay_and_nothing_is_guessed(
+    engine: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    with LLM.load(engine[0]) as llm:
+        with pytest.raises(KvlatheError, match="keep a state"):
+            _ = llm.exchange
+        with pytest.raises(KvlatheError, match="cannot speculate"):
+            llm.speculate()
+
+
+def test_states_count_in_the_memory_of_an_engine(
+    engine: tuple[Path, torch.nn.Module],
+) -> None:
+    with LLM.load(engine[0]) as llm:
+        layout, state = CacheLayout(llm.plan), llm.plan.model.state_bytes
+    (row, *_) = memory_table(layout, 200, BATCH)
+    assert row["state"] == state > 0
+    assert row["steady"] == layout.bytes_for(200) + state
+    with pytest.raises(KvlatheError, match="no room for pages"):
+        LLM.load(engine[0], cache_bytes=states_room(layout, BATCH))
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_other_backends_refuse_states_in_words(name: str, reference: Reference) -> None:
+    plan = whole_plan(Checkpoint(reference(name)[0]).spec)
+    for target in (cuda, tensorrt, vllm):
+        with pytest.raises(KvlatheError, match="keep a state"):
+            target.check_plan(target.__name__, plan)
+    assert onnxruntime.gpus(plan, "float16") == ()
+
+
+def test_every_family_with_states_is_tried() -> None:
+    settings = (
+        "conv_L_cache",
+        "linear_num_key_heads",
+        "mamba_d_state",
+        "ssm_state_size",
+    )
+    found = [name for name, (_, own) in FAMILIES.items() if {*settings} & {*own}]
+    assert {*found} <= {*STATEFUL}
+
+
+@pytest.mark.parametrize("wrong", [(1,), (0, -1, 0)])
+def test_a_plan_has_a_state_for_each_layer(
+    wrong: tuple[int, ...], reference: Reference
+) -> None:
+    plan = whole_plan(Checkpoint(reference(DAILY)[0]).spec)
+    with pytest.raises(KvlatheError, match="each layer has some, or none"):
+        dataclasses.replace(plan, model=dataclasses.replace(plan.model, states=wrong))
