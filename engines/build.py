@@ -180,6 +180,12 @@ def rotate(config: BuildConfig) -> list[int]:
                 "they share one latent (MLA), which has a norm of its own",
                 "build an engine",
             )
+        if checkpoint.spec.family.value_norm:
+            raise KvlatheError(
+                f"the heads of {config.model} cannot be rotated",
+                "a norm follows the maps of their values",
+                "build an engine",
+            )
         if checkpoint.spec.has_out_gates:
             raise KvlatheError(
                 f"the heads of {config.model} cannot be rotated",

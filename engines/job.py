@@ -131,6 +131,7 @@ def prepare(order: Order) -> Job:
     _check_key_scales(order, checkpoint.spec)
     _check_layer_windows(order, checkpoint.spec)
     _check_latent(order, checkpoint.spec)
+    _check_unlike(order, checkpoint.spec)
     config = _with_weights(config, checkpoint)
     order = dataclasses.replace(order, config=config)
     _check_weights(config, checkpoint)
@@ -248,6 +249,22 @@ def _check_latent(order: Order, spec: DecoderSpec) -> None:
             "build with --backend onnxruntime",
         )
     check_latent(order.compression, order.outline)
+
+
+def _check_unlike(order: Order, spec: DecoderSpec) -> None:
+    """Layers that differ in their heads, or share caches, are known to engines on
+    CPUs."""
+    from kvlathe.export.methods.composition import check_unlike
+
+    if spec.shape.alike:
+        return
+    if order.config.backend != "onnxruntime":
+        raise KvlatheError(
+            f"--backend {order.config.backend} cannot be used with this model",
+            "its layers have heads of unlike shapes, or share caches",
+            "build with --backend onnxruntime, and run it on a CPU",
+        )
+    check_unlike(order.compression, order.outline, spec.shape)
 
 
 def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:

@@ -27,7 +27,7 @@ from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, chec
 from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
-from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.layer_runner import Captured, LayerRunner, beside, embed
 from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.tasks import tasks
@@ -172,7 +172,7 @@ def calibrate_on(
         rope=spec.rope is not None,
         scale=np.array([spec.scale(layer) for layer in range(spec.layers)]),
         wv_gram=np.stack([gram.wv for gram in grams]),
-        wo_gram=np.stack([gram.wo for gram in grams]),
+        wo_gram=_of_readers(spec, [gram.wo for gram in grams]),
         halves=(_counted(even, sum(lengths[::2])), _counted(odd, sum(lengths[1::2]))),
         entropies=entropies,
         model_digest=checkpoint.digest,
@@ -193,6 +193,9 @@ def _observe_all(
     device = checkpoint.device
     places = zip(sequences, positions, strict=True)
     hidden = [embed(checkpoint, ids, at) for ids, at in places]
+    given = [
+        beside(checkpoint, ids, x) for ids, x in zip(sequences, hidden, strict=True)
+    ]
     runners = ahead(lambda i: LayerRunner(checkpoint, i), range(spec.layers), device)
     lengths = [len(ids) for ids in sequences]
     grams: list[Grams] = []
@@ -201,16 +204,16 @@ def _observe_all(
             own = _grams(spec, runner)
             grams.append(own)
             attended = runner.attention
+            caches = spec.shape.source(layer) == layer
             for i, before in enumerate(hidden):
-                captured = runner(before, positions[i])
+                captured = runner(before, positions[i], None, given[i])
                 advance(lengths[i] / spec.layers)
                 hidden[i] = captured.hidden
                 if not spec.attends(layer):
                     continue
-                _accumulate(
-                    halves[i % 2], layer, before, captured, own.wo_each, attended
-                )
-                if entropies.texts:
+                accumulate = _accumulate if caches else _accumulate_reader
+                accumulate(spec, halves[i % 2], layer, before, captured, own, attended)
+                if entropies.texts and caches:
                     entropy.observe(
                         entropies, i, layer, before, *_heads(captured), attended
                     )
@@ -246,36 +249,67 @@ class Grams(NamedTuple):
 
 
 def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
-    # [H, D, d]
     own, d = spec.heads(runner.layer), spec.head_dim
     whole = np.zeros((2, spec.kv_heads, d, d))
     if not spec.attends(runner.layer):
         return Grams(whole[0], whole[1], torch.zeros(0))
-    by_lane = runner.w_v.unflatten(1, (own.kv_heads, -1)).transpose(0, 1).double()
     by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()  # [Hq, d, D]
-    wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
     wo = wo_each.unflatten(0, (own.kv_heads, -1)).sum(1)
-    for every, part in zip(whole, (wv, wo), strict=True):
-        every[tuple(map(slice, part.shape))] = part.cpu().numpy()
+    _add(whole[1], wo.cpu().numpy())
+    w_v = runner.w_v
+    if w_v is not None:
+        by_lane = w_v.unflatten(1, (own.kv_heads, -1)).transpose(0, 1).double()
+        _add(whole[0], (by_lane.mT @ by_lane).cpu().numpy())  # of [H, D, d]
     return Grams(whole[0], whole[1], wo_each.float())
 
 
+def _of_readers(spec: DecoderSpec, wo: Sequence[Array]) -> Array:
+    """[L, H, d, d]: W_O W_O^T of each layer, summed over all layers that read a cache,
+    where it is stored."""
+    sums = np.zeros((len(wo), *wo[0].shape))
+    for layer, own in enumerate(wo):
+        sums[spec.shape.source(layer)] += own
+    return sums
+
+
 def _accumulate(
+    spec: DecoderSpec,
     sums: Moments,
     layer: int,
     hidden: Tensor,
     captured: Captured,
-    wo_gram: Tensor,
+    grams: Grams,
     attended: PlainAttention,
 ) -> None:
-    """Add one sequence: ``hidden`` [T, D] is what the layer read, ``wo_gram`` [Hq, d,
-    d]. ``spread`` is the mean
-    |v W_O|^2 that a token attends to, less |o W_O|^2 of what it gets: the variance of
-    what it averages over."""
+    """Add one sequence: ``hidden`` [T, D] is what the layer read."""
+    _accumulate_reader(spec, sums, layer, hidden, captured, grams, attended)
+    for name, by_token in (("k", captured.k), ("v", captured.v)):
+        heads = by_token.transpose(0, 1)  # [H, T, d]
+        _add_vectors(sums, name, layer, heads, len(heads), 1.0)
+        here = heads.abs().amax(1).double().cpu().numpy()
+        largest = getattr(sums, f"{name}_max")[layer][tuple(map(slice, here.shape))]
+        np.maximum(largest, here, out=largest)
+    sizes = hidden.double().square().sum(-1)  # [T]
+    sums.hidden[layer] += len(sizes) * float(sizes.median())
+
+
+def _accumulate_reader(
+    spec: DecoderSpec,
+    sums: Moments,
+    layer: int,
+    hidden: Tensor,
+    captured: Captured,
+    grams: Grams,
+    attended: PlainAttention,
+) -> None:
+    """Add what one sequence makes of a cache. ``spread`` is the mean |v W_O|^2 that a token
+    attends to, less |o W_O|^2 of what it gets: the variance of what it averages over."""
     # [Hq, T, d], k and v [H, T, d]
     q, k, v, o = (heads.transpose(0, 1) for heads in captured[1:])
-    lanes = k.shape[0]
+    lanes, wo_gram = k.shape[0], grams.wo_each
+    source = spec.shape.source(layer)
+    share = 1 / spec.shape.readers(source)
     values = v.repeat_interleave(q.shape[0] // lanes, 0)  # [Hq, T, d]
     norms = ((values @ wo_gram) * values).sum(
         -1, keepdim=True
@@ -283,19 +317,20 @@ def _accumulate(
     mean_norm = attended(q, k, norms.expand_as(values))[..., 0]  # [Hq, T]
     norm_of_mean = ((o @ wo_gram) * o).sum(-1)  # |o W_O|^2, [Hq, T]
     spread = (mean_norm - norm_of_mean).double().sum(-1)  # [Hq]
-    for name, heads in (("q", q), ("k", k), ("v", v), ("o", o)):
-        vectors = heads.double()
-        outer = vectors.mT @ vectors  # [heads, d, d]
-        total = vectors.sum(1)  # [heads, d]
-        _add(getattr(sums, 2 * name)[layer], _by_lane(outer, lanes))
-        _add(getattr(sums, name)[layer], _by_lane(total, lanes))
-    _add(sums.spread[layer], _by_lane(spread, lanes))
-    sizes = hidden.double().square().sum(-1)  # [T]
-    sums.hidden[layer] += len(sizes) * float(sizes.median())
-    for name, heads in (("k_max", k), ("v_max", v)):
-        here = heads.abs().amax(1).double().cpu().numpy()
-        largest = getattr(sums, name)[layer][tuple(map(slice, here.shape))]
-        np.maximum(largest, here, out=largest)
+    _add_vectors(sums, "q", source, q, lanes, 1.0)
+    _add_vectors(sums, "o", source, o, lanes, share)
+    _add(sums.spread[source], share * _by_lane(spread, lanes))
+
+
+def _add_vectors(
+    sums: Moments, name: str, layer: int, heads: Tensor, lanes: int, share: float
+) -> None:
+    """Add ``share`` of the sums of vectors and of their outer products, heads [n, T, d]
+    of so many ``lanes``."""
+    vectors = heads.double()
+    outer = vectors.mT @ vectors  # [heads, d, d]
+    _add(getattr(sums, 2 * name)[layer], share * _by_lane(outer, lanes))
+    _add(getattr(sums, name)[layer], share * _by_lane(vectors.sum(1), lanes))
 
 
 def _add(total: Array, here: Array) -> None:

@@ -24,6 +24,7 @@ from kvlathe.export.families.falcon import falcon
 from kvlathe.export.families.falcon_h1 import falcon_h1
 from kvlathe.export.families.family import Experts, Family, Latent
 from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
+from kvlathe.export.families.gemma4 import gemma4, gemma4_unified
 from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
 from kvlathe.export.families.gpt2 import gpt2
 from kvlathe.export.families.gpt_oss import gpt_oss
@@ -110,6 +111,8 @@ FAMILIES = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4_unified,
     "glm": glm,
     "glm4": glm4,
     "glm4_moe": glm4_moe,

@@ -50,6 +50,10 @@ class Experts:
     kept_groups: int = 1
     group_best: int = 2
     jitter: float = 0.0
+    beside: bool = False
+    """They are beside a dense MLP, and read what it reads before its norm. Roles
+    ``router_scale expert_scales experts_in_norm`` are of numbers that enter their maps,
+    ``dense_norm experts_norm`` of what either gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,14 @@ class Family:
     inside: str = ""
     """The name of this part in the names of its tensors, where it is one of several."""
     lacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Roles that a layer lacks."""
+    """Roles that a layer lacks. Without ``v``, a value is what ``k`` gives; without
+    ``k``, both are those of another layer (``sources``)."""
+    value_norm: bool = False
+    """Values pass an RMS norm without weights, each head's own."""
+    layer_inputs: int = 0
+    """Dims of what each layer is given of a token beside its hidden state. Roles:
+    ``inputs_embed inputs_project inputs_norm`` around the layers, ``inputs_gate
+    inputs_out inputs_out_norm`` in each."""
     mixer: Mixer | None = None
     """The mixer of some layers, in place of attention or beside it."""
     mixes: tuple[int, ...] = ()

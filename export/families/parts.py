@@ -20,6 +20,10 @@ IMAGES = TextPart(("vision_tower", "multi_modal_projector"))
 TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(("gemma3", "got_ocr2", "mistral3"), IMAGES),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), TextPart(("visual", "mtp."))),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"),
+        TextPart(("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
+    ),
     "emu3": TextPart(("vqmodel",), "text_model"),
     "fuyu": TextPart(("vision_embed_tokens",)),
     "kimi_k25": TextPart(("vision_tower", "mm_projector")),

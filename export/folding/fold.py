@@ -18,7 +18,7 @@ tensors are. Peak memory: a few copies of one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -88,11 +88,14 @@ def _makers(
         makers[f"rope.{name}"] = partial(torch.tensor, numbers, device=device)
     for name in checkpoint.weights:
         makers[name] = partial(checkpoint.weight, name)
-    for layer, lanes in folds.items():
+    for layer in range(spec.layers):
         if not spec.attends(layer):
             continue
+        lanes = folds[plan.model.source(layer)]
         makers |= _inputs(checkpoint, layer, lanes)
         makers |= _outputs(checkpoint, plan, layer, lanes)
+        if spec.family.value_norm and plan.model.source(layer) == layer:
+            makers |= _value_maps(layer, lanes, device)
         if plan.index.projected:
             makers |= _projections(layer, lanes, device)
         if plan.model.sinks:
@@ -110,24 +113,53 @@ def _inputs(
         return {}  # as they are: lanes that share a latent have no basis
     at = f"layers.{layer}."
     q = {lane.head: lane.q for lane in lanes}
+    if not checkpoint.has(f"{at}k.weight"):
+        return _maps(checkpoint, layer, (("q", q),))
     k = {lane.head: lane.k for lane in lanes}
     v = {lane.head: lane.v for lane in lanes}
     shift_k = {lane.head: lane.shift_k for lane in lanes}
     shift_v = {lane.head: lane.shift_v for lane in lanes}
-    makers: dict[str, Make] = {}
-    for role, maps in (("q", q), ("k", k), ("v", v)):
-        name = f"{at}{role}.weight"
-        makers[name] = partial(_columns, checkpoint, layer, name, maps)
+    if spec.family.value_norm:  # maps of values come after it
+        v = {lane.head: torch.eye(len(lane.v), dtype=torch.double) for lane in lanes}
+        return _maps(checkpoint, layer, (("q", q), ("k", k), ("v", v)))
+    makers = _maps(checkpoint, layer, (("q", q), ("v", v)))
+    name = f"{at}k.weight"
+    makers[name] = partial(_columns, checkpoint, layer, name, k)
     biased = checkpoint.has(f"{at}q.bias")
-    if biased:
-        name = f"{at}q.bias"
-        makers[name] = partial(_columns, checkpoint, layer, name, q)
     if biased or spec.rope is None:
         name = f"{at}k.bias"
         makers[name] = partial(_bias, checkpoint, layer, name, k, shift_k)
     name = f"{at}v.bias"
     makers[name] = partial(_bias, checkpoint, layer, name, v, shift_v)
     return makers
+
+
+def _maps(
+    checkpoint: Checkpoint,
+    layer: int,
+    of_roles: Iterable[tuple[str, dict[int, Tensor]]],
+) -> dict[str, Make]:
+    """Weights of these roles, and the biases that the checkpoint has, times a matrix of
+    each lane."""
+    makers: dict[str, Make] = {}
+    for role, maps in of_roles:
+        for kind in ("weight", "bias"):
+            name = f"layers.{layer}.{role}.{kind}"
+            if checkpoint.has(name):
+                makers[name] = partial(_columns, checkpoint, layer, name, maps)
+    return makers
+
+
+def _value_maps(
+    layer: int, lanes: list[LaneFold], device: torch.device
+) -> dict[str, Make]:
+    """ValueMap's state: maps [H, d, R], padded with zeros to the widest lane."""
+    widest = max(lane.v.shape[1] for lane in lanes)
+    maps = torch.stack([pad(lane.v, len(lane.v), widest) for lane in lanes])
+    bias = torch.cat([-lane.shift_v @ lane.v for lane in lanes])
+    found = {"maps": maps, "bias": bias}
+    at = f"layers.{layer}.v_map."
+    return {f"{at}{name}": partial(x.float().to, device) for name, x in found.items()}
 
 
 def _columns(
@@ -227,7 +259,8 @@ def _readers(
     value_dim = spec.shape.value_dim(layer)
     heads = weight.unflatten(0, (-1, spec.group(layer), value_dim))
     every = range(len(heads))
-    sources = [plan.index.lane(layer, head).fill_from for head in every]
+    source = plan.model.source(layer)
+    sources = [plan.index.lane(source, head).fill_from for head in every]
     for lane in lanes:
         filled = [head for head, source in enumerate(sources) if source == lane.head]
         yield lane, heads[[lane.head, *filled]].sum(0, dtype=torch.double)

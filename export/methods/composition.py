@@ -92,6 +92,26 @@ def check_latent(compression: Compression, outline: Decision) -> None:
         )
 
 
+def check_unlike(
+    compression: Compression, outline: Decision, shape: ModelShape
+) -> None:
+    """Raise KvlatheError where ``compression`` tells heads apart by their count in every
+    layer, or ranks or prices by the queries of one layer what several read."""
+    refused = ""
+    if compression.measures_heads:
+        refused = "layers have heads of unlike shapes, and it chooses among all of them"
+    elif shape.sources and compression.measured:
+        refused = "layers share caches, and forms are priced by one layer's queries"
+    elif shape.sources and (outline.score or outline.compacts or outline.split):
+        refused = "layers share caches, and tokens are ranked by one layer's queries"
+    if refused:
+        raise KvlatheError(
+            f"{compression} cannot be used with this model",
+            refused,
+            "choose a compression that treats all tokens and heads alike",
+        )
+
+
 def _one_form(compression: Compression, joined: Decision) -> Decision:
     """``joined`` where full pages write V as K, which it is a part of. Raises
     KvlatheError where they cannot."""
@@ -179,6 +199,7 @@ def compose(
     outline = verify(compression, options, settings.page_tokens)
     if shape.latent:
         check_latent(compression, outline)
+    check_unlike(compression, outline, shape)
     decisions = [
         (one, _decided(one, stats, settings))
         for one in compression.methods

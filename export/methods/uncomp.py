@@ -105,6 +105,13 @@ def outline(options: UncompOptions, page_tokens: int) -> Decision:
 def check(options: UncompOptions, shape: ModelShape) -> None:
     """Raise KvlatheError for options that no model of this ``shape`` can have, before
     anything is calibrated."""
+    if not shape.alike:
+        raise KvlatheError(
+            "uncomp cannot be used with this model",
+            "its layers have heads of unlike shapes, or share caches, and their "
+            "effective ranks are compared",
+            "choose another method",
+        )
     _check_removed(options, shape)
     heads = shape.kv_heads - options.removed
     _check_groups(options, heads if shape.kv_heads > 1 else shape.layers)

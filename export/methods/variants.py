@@ -86,7 +86,8 @@ def variants(
 
     def variant(whole: Compression) -> Variant:
         def at(ratio: float) -> Made:
-            target = options.asked(compression_ratio=ratio if has_ranks else None)
+            share = max(0.0, ratio)  # padding may take more than the model itself
+            target = options.asked(compression_ratio=share if has_ranks else None)
             return compose(whole, shape, rope, stats, target, settings)
 
         gentlest, _ = at(0.0)

@@ -203,6 +203,37 @@ class Norm(nn.Module):
         return ROWS.norm(x, self.weight, self.bias, self.eps)
 
 
+class ValueMap(nn.Module):
+    """Values of H heads: each head's norm without weights, then its lane's map, where
+    there are any: ``maps`` [H, d, R] and ``bias`` [sum of ``widths``]. A lane narrower
+    than R has its own columns first."""
+
+    def __init__(
+        self,
+        heads: int,
+        dims: int,
+        widths: tuple[int, ...],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.heads, self.widths, self.eps = heads, widths, eps
+        if widths:
+            self.maps = fixed(torch.empty(heads, dims, max(widths), dtype=dtype))
+            self.bias = fixed(torch.empty(sum(widths), dtype=dtype))
+
+    def forward(self, v: Tensor) -> Tensor:
+        """v [T, H * d] -> [T, sum of ``widths``]"""
+        normed = ROWS.unit_norm(v.unflatten(-1, (self.heads, -1)), self.eps)
+        if not self.widths:
+            return normed.flatten(-2)
+        mapped = (normed.transpose(0, 1) @ self.maps).transpose(0, 1)  # [T, H, R]
+        if len({*self.widths}) == 1:
+            return mapped.flatten(-2) + self.bias
+        own = [mapped[:, head, :width] for head, width in enumerate(self.widths)]
+        return torch.cat(own, -1) + self.bias
+
+
 class Table(nn.Module):
     """weight [rows, width]; picks rows."""
 

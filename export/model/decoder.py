@@ -15,10 +15,19 @@ from torch import Tensor, nn
 
 from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.attention.step import StepTensors
-from kvlathe.export.model.blocks import AnyLinear, Norm, Rotator, Table, linear, table
+from kvlathe.export.model.blocks import (
+    AnyLinear,
+    Linear,
+    Norm,
+    Rotator,
+    Table,
+    linear,
+    table,
+)
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.beside import Beside, layer_inputs
 from kvlathe.layers.decoder import logits
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.temperature import query_factors
@@ -65,21 +74,16 @@ class Decoder(nn.Module):
         self.positions = (
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
+        self._add_inputs(spec, dtype)
         self.rope = Rotator(spec.planes) if spec.ropes else None
         self.rope_of = [spec.rope_of[layer] if spec.ropes else 0 for layer in layers]
-
-        def attention(i: int, layer: int) -> AttendLayer | None:
-            if not spec.attends(layer):
-                return None
-            return AttendLayer(part, i, spec.scale(layer), dtype)
-
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(
                     spec,
                     layer,
                     Widths.folded(spec, part, i),
-                    attention(i, layer),
+                    _attention(spec, part, i, layer, dtype),
                     dtype,
                     formats.maps,
                 )
@@ -92,6 +96,17 @@ class Decoder(nn.Module):
             else None
         )
         self.head = _head(spec, dtype, formats) if self.last and not tied else None
+
+    def _add_inputs(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """Add what makes embeddings of tokens for each layer, where they have any."""
+        self.inputs_embed = self.inputs_project = self.inputs_norm = None
+        of_layer = spec.family.layer_inputs
+        if not of_layer or not self.first:
+            return
+        every = spec.layers * of_layer
+        self.inputs_embed = Table(spec.vocab_size, every, dtype)
+        self.inputs_project = Linear(spec.hidden_size, every, False, dtype)
+        self.inputs_norm = Norm("rms", of_layer, spec.family.norm_eps, dtype)
 
     def forward(
         self,
@@ -137,6 +152,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """``forward``, but hidden states [R, D] in place of logits."""
         x = self.embed(source) if self.first and self.embed is not None else source
+        given = self._inputs(source, x)
         if self.positions is not None:
             x = x + self.positions(positions)
         angles = self.rope(positions, self.dtype) if self.rope else [(None, None)]
@@ -149,20 +165,21 @@ class Decoder(nn.Module):
         ]
         warmth = self.spec.family.temperature
         factors = None if warmth is None else query_factors(warmth, positions)
+        beside = Beside(given)
         handed_on: list[list[Tensor]] = []
         after: list[Tensor] = []
         for i, layer in enumerate(self.layers.values()):
             assert isinstance(layer, DecoderLayer)
             step = steps[self.rope_of[i]]
             if i < len(self.layers) - 1:
-                x, *more = layer(x, step, query_factors=factors)
+                x, *more = layer(x, step, query_factors=factors, beside=beside)
             else:
                 step = dataclasses.replace(step, places=places)
                 wanted = logit_rows if self.last and places is None else None
-                x, *more = layer(x, step, places, wanted, factors)
+                x, *more = layer(x, step, places, wanted, factors, beside)
             if layer.mixer is not None:
                 after.append(more.pop())
-            if layer.attend is not None:
+            if layer.caches:
                 handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
         if self.last and places is not None:
@@ -186,6 +203,18 @@ class Decoder(nn.Module):
         if states is None:
             states = torch.zeros(count, numbers, device=lengths.device)
         return states, Spans.of(ends, offsets, tokens, count)
+
+    def _inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Compute what each layer is given of tokens, embedded as x [T, D]."""
+        if self.inputs_embed is None:
+            return None
+        assert self.inputs_project is not None and self.inputs_norm is not None
+        return layer_inputs(
+            self.inputs_embed(input_ids),
+            self.inputs_project(x),
+            self.inputs_norm,
+            self.spec.layers,
+        )
 
     def _logits(self, x: Tensor) -> Tensor:
         """[R, D] -> [R, vocab]: logits of rows that the last layer gave."""
@@ -244,6 +273,20 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+
+def _attention(
+    spec: DecoderSpec,
+    plan: CompressionPlan,
+    place: int,
+    layer: int,
+    dtype: torch.dtype,
+) -> AttendLayer | None:
+    """The attention of a model's ``layer``, at this place of the plan; None where it has
+    none."""
+    if not spec.attends(layer):
+        return None
+    return AttendLayer(plan, plan.model.source(place), spec.scale(layer), dtype)
 
 
 def _head(spec: DecoderSpec, dtype: torch.dtype, formats: WeightFormats) -> AnyLinear:

@@ -7,6 +7,7 @@ How they are wired is kvlathe/layers/decoder.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,13 +19,17 @@ from kvlathe.export.model.blocks import (
     Curve,
     ExpertBlock,
     HeadOutputBlock,
+    Linear,
     MixerBlock,
     Norm,
+    ValueMap,
+    fixed,
     linear,
 )
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import FUSED, has_bias, qk_norm_width
-from kvlathe.layers.decoder import run_layer
+from kvlathe.layers.beside import Beside
+from kvlathe.layers.decoder import OwnParts, run_layer
 from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import latent_rows
 from kvlathe.layers.mixers import Spans
@@ -37,22 +42,25 @@ from kvlathe.plan.weight_formats import WeightFormat
 class Widths:
     """Columns of a layer's q, k and v (all lanes side by side) and rows of its W_O.
     ``outputs``: where heads lie in what attention gives, where it is turned back into
-    the model's dims before W_O."""
+    the model's dims before W_O. ``ranks``: of the values of each lane that it attends;
+    empty where they are whole."""
 
     q: int
     k: int
     v: int
     o: int
     outputs: HeadPlaces = ()
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def folded(cls, spec: DecoderSpec, plan: CompressionPlan, layer: int) -> Widths:
         """Widths of a layer whose plan is folded into its weights."""
-        lanes = plan.index.active(layer)
+        lanes = plan.index.active(plan.model.source(layer))
         group = plan.model.group(layer)
         k = sum(lane.input_dim for lane in lanes)
-        v = sum(lane.rank_v for lane in lanes)
-        folded = cls(q=group * k, k=k, v=v, o=group * v)
+        ranks = tuple(lane.rank_v for lane in lanes)
+        v = sum(ranks)
+        folded = cls(q=group * k, k=k, v=v, o=group * v, ranks=ranks)
         if not spec.has_out_gates:
             return folded
         o = plan.model.query_heads * plan.model.value_dim(layer)
@@ -108,19 +116,24 @@ class DecoderLayer(nn.Module):
     layer that keeps a state has a ``mixer``, and hands on the state after the step last.
 
     v and o always have a bias (centring leaves constants there), k has one wherever no
-    RoPE follows it. Where heads share a latent, v is the latent itself. ``form``: of
-    the weights of its linear maps (None: ``dtype``).
+    RoPE follows it. Where heads share a latent, v is the latent itself. Where values
+    pass a norm, what a plan makes of them comes after it (``v_map``). ``form``: of the
+    weights of its linear maps (None: ``dtype``).
     """
 
     rows: Rows = ROWS
     q: AnyLinear
-    k: AnyLinear
+    k: AnyLinear | None
     v: AnyLinear | None
+    v_map: ValueMap | None
     o: AnyLinear
     q_norm: Norm | None
     k_norm: Norm | None
     out_gate: AnyLinear | None
     lift: HeadOutputBlock | None
+    dense_norm: Norm | None
+    experts_norm: Norm | None
+    inputs_out_norm: Norm | None
 
     def __init__(
         self,
@@ -141,11 +154,14 @@ class DecoderLayer(nn.Module):
                 return None
             return Norm(family.norm, size, family.norm_eps, dtype)
 
+        self.index, self.source = layer, spec.shape.source(layer)
+        self.is_read = spec.shape.readers(layer) > 1
         self.head_dim, self.activation = spec.heads(layer).head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.attn_norm = norm("attn_norm", hidden)
         self.latent, self.value_width = family.latent, widths.v
-        self.attend = attend
+        self.attend, self.v_map = attend, None
+        self.caches = attend is not None and self.source == layer
         if attend is not None:
             self._add_attention(spec, layer, widths, dtype, form)
         mixer, self.first_number = (
@@ -179,8 +195,10 @@ class DecoderLayer(nn.Module):
         inputs = hidden if apart else self._add_latents(spec, dtype, form)
         biased_k = family.qkv_bias or (spec.rope is None and apart)
         self.q = linear(inputs, widths.q, family.qkv_bias and apart, dtype, form)
-        self.k = linear(hidden, widths.k, biased_k, dtype, form)
-        self.v = linear(hidden, widths.v, True, dtype, form) if apart else None
+        self.k = self.v = None
+        if self.source == layer:
+            self.k = linear(hidden, widths.k, biased_k, dtype, form)
+            self._add_values(spec, layer, widths, dtype, form)
         self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self._add_gates(spec, layer, widths, dtype, form)
         self.o = linear(widths.o, hidden, True, dtype, form)
@@ -204,6 +222,27 @@ class DecoderLayer(nn.Module):
 
     def whole_heads(self, o: Tensor) -> Tensor:
         return o if self.lift is None else self.lift(o)
+
+    def _add_values(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        widths: Widths,
+        dtype: torch.dtype,
+        form: WeightFormat | None,
+    ) -> None:
+        """Add what makes values of the layer's input, or of what keys are made of."""
+        family, hidden = spec.family, spec.hidden_size
+        if family.latent is not None:
+            return
+        if not family.value_norm:
+            self.v = linear(hidden, widths.v, True, dtype, form)
+            return
+        dims = self.head_dim
+        heads = len(widths.ranks) or spec.shape.lanes(layer)
+        if "v" in family.roles(layer):
+            self.v = linear(hidden, heads * dims, family.qkv_bias, dtype, form)
+        self.v_map = ValueMap(heads, dims, widths.ranks, family.norm_eps, dtype)
 
     def _add_latents(
         self, spec: DecoderSpec, dtype: torch.dtype, form: WeightFormat | None
@@ -243,6 +282,24 @@ class DecoderLayer(nn.Module):
         experts = family.experts_of(layer)
         self.experts = experts and ExpertBlock(experts, hidden, self.activation, dtype)
         self.curve = Curve() if "curve" in roles else None
+        self._add_beside(spec, layer, dtype)
+
+    def _add_beside(self, spec: DecoderSpec, layer: int, dtype: torch.dtype) -> None:
+        """Norms of an MLP and of experts beside it, and what the layer's own embeddings
+        of tokens pass."""
+        family, hidden, eps = spec.family, spec.hidden_size, spec.family.norm_eps
+        roles = family.roles(layer).keys()
+        self.norm_eps = eps
+        for role in ("dense_norm", "experts_norm", "inputs_out_norm"):
+            norm = Norm(family.norm, hidden, eps, dtype) if role in roles else None
+            setattr(self, role, norm)
+        self.inputs_gate = self.inputs_out = self.scalar = None
+        if family.layer_inputs:
+            dims = family.layer_inputs
+            self.inputs_gate = Linear(hidden, dims, False, dtype)
+            self.inputs_out = Linear(dims, hidden, False, dtype)
+        if "scalar" in roles:
+            self.scalar = fixed(torch.empty(1, dtype=dtype))
 
     def forward(
         self,
@@ -251,16 +308,23 @@ class DecoderLayer(nn.Module):
         places: Tensor | None = None,
         rows: Tensor | None = None,
         query_factors: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> tuple[Tensor, ...]:
         """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
         ``query_factors`` [T, 1], queries times theirs. With
         ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
-        then has as well, no others are attended, either."""
+        then has as well, no others are attended, either. ``beside``: what layers before
+        it left there, and where it leaves keys and values that others read."""
         handed_on: list[Tensor] = []
         states: list[Tensor] = []
+        beside = beside or Beside()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             assert self.attend is not None
+            if self.is_read:
+                beside.shared[self.index] = k, v
+            if not self.caches:
+                k, v = beside.shared[self.source]
             o, *more = self.attend(q, k, v, step)
             handed_on.extend(more)
             return o if rows is None else o.index_select(0, rows)
@@ -278,13 +342,40 @@ class DecoderLayer(nn.Module):
             angles = step.cos, step.sin
         mixing = None if self.mixer is None else mix
         attention = None if self.attend is None else attend
-        x = run_layer(self, x, attention, wanted, query_factors, angles, mixing)
-        return x, *handed_on, *states
+        own = self._own_parts(beside, wanted)
+        given = wanted, query_factors, angles, mixing, own
+        return run_layer(self, x, attention, *given), *handed_on, *states
+
+    def _own_parts(self, beside: Beside, wanted: Tensor | None) -> OwnParts:
+        experts, end = None, None
+        if self.dense_norm is not None:
+            experts = self._beside_mlp
+        if self.scalar is not None or self.inputs_gate is not None:
+            inputs = None if beside.inputs is None else beside.inputs[:, self.index]
+            if inputs is not None and wanted is not None:
+                inputs = inputs.index_select(0, wanted)
+            end = partial(self._end, inputs)
+        return OwnParts(self.v_map, self.dense_norm, experts, end)
+
+    def _beside_mlp(self, x: Tensor) -> Tensor:
+        """Run experts on what the MLP reads before its norm."""
+        assert self.experts is not None and self.experts_norm is not None
+        return self.experts_norm(self.experts(self.rows.unit_norm(x, self.norm_eps)))
+
+    def _end(self, inputs: Tensor | None, x: Tensor) -> Tensor:
+        """x [T, D] with the layer's own ``inputs`` [T, P] of the tokens, scaled."""
+        if self.inputs_gate is not None and inputs is not None:
+            assert self.inputs_out is not None and self.inputs_out_norm is not None
+            gated = self.rows.gated(self.activation, self.inputs_gate(x), inputs)
+            x = x + self.inputs_out_norm(self.inputs_out(gated))
+        return x if self.scalar is None else x * self.scalar
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.k is None:
+            return self.q(x), x, x  # in whose place are those of another layer
         if self.latent is None:
-            assert self.v is not None
-            return self.q(x), self.k(x), self.v(x)
+            k = self.k(x)
+            return self.q(x), k, k if self.v is None else self.v(x)
         form = self.latent_norm, self.latent.rank, self.value_width
         rows = latent_rows(self.k(x), *form)
         if self.latent.query_rank:

@@ -8,13 +8,14 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from kvlathe.export.model.blocks import Rotator
+from kvlathe.export.model.blocks import ROWS, Rotator
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import rope_state
+from kvlathe.layers.beside import Beside, layer_inputs
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.temperature import query_factors
 
@@ -112,10 +113,10 @@ class LayerRunner:
         self._rope_of = spec.rope_of[layer] if spec.ropes else 0
 
     @property
-    def w_v(self) -> Tensor:
-        """[D, all heads]"""
-        assert self._layer.v is not None, "heads that share a latent have no W_V"
-        return self._layer.v.weight
+    def w_v(self) -> Tensor | None:
+        """[D, all heads]; None in a layer that reads another's cache."""
+        made_by = self._layer.v or self._layer.k  # a value may be what a key is made of
+        return None if made_by is None else made_by.weight
 
     @property
     def w_o(self) -> Tensor:
@@ -129,15 +130,24 @@ class LayerRunner:
 
     @torch.inference_mode()
     def __call__(
-        self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rows: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> Captured:
         """hidden [T, D] of one sequence (its tokens see one another causally),
         positions [T] of any offset, all where the weights are. With ``rows`` [R], the
-        hidden states after the layer are those of these tokens alone."""
-        return self.run(hidden, positions, rows)
+        hidden states after the layer are those of these tokens alone. ``beside``: of
+        the sequence, the same for all layers."""
+        return self.run(hidden, positions, rows, beside)
 
     def run(
-        self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rows: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> Captured:
         """The same, where gradients may be taken; of none of the weights."""
         rotation = Rotation(None, None)
@@ -146,7 +156,8 @@ class LayerRunner:
             rotation = Rotation(*angles[self._rope_of])
         rotation = rotation._replace(**first_states(hidden, self._numbers))
         factors = self._query_factors(positions)
-        after, *more = self._layer(hidden, rotation, None, rows, factors)
+        given = hidden, rotation, None, rows, factors, beside
+        after, *more = self._layer(*given)
         if self._layer.attend is None:
             return Captured(after, *[hidden.new_zeros(len(hidden), 0, 0)] * 4)
         return Captured(after, *more[0])
@@ -190,3 +201,18 @@ def embed(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor) -> Tenso
     if not checkpoint.spec.has_positions:
         return x
     return x + checkpoint.rows("positions.weight", positions)
+
+
+def beside(checkpoint: Checkpoint, input_ids: Tensor, embedded: Tensor) -> Beside:
+    """Compute what layers are given beside ``embedded`` [T, D], which the first reads."""
+    family = checkpoint.spec.family
+    if not family.layer_inputs:
+        return Beside()
+    norm = checkpoint.weight("inputs_norm.weight")
+    inputs = layer_inputs(
+        checkpoint.rows("inputs_embed.weight", input_ids),
+        embedded @ checkpoint.weight("inputs_project.weight"),
+        lambda x: ROWS.rms_norm(x, norm, family.norm_eps),
+        checkpoint.spec.layers,
+    )
+    return Beside(inputs)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
-from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.layer_runner import Captured, LayerRunner, beside, embed
 from kvlathe.export.model.sliced_head import SlicedHead, SlopesOf
 from kvlathe.export.model.spec import DecoderSpec
 
@@ -105,8 +106,16 @@ class LayeredModel:
         """Every layer, the last one first, with the gradients of scores of the logits of
         ``rows``. ``advance`` comes to 1 with the forward pass; the layers are another.
         Of the last layer no other rows pass the MLP."""
+        if self.spec.shape.sources:
+            raise KvlatheError(
+                "what layers lose cannot be measured one by one",
+                "some read the keys and values of others, whose gradients pass between "
+                "layers",
+                "choose a compression that measures nothing",
+            )
         states, last = self._states(ids, rows, advance)
         places = self._places(ids)
+        given = beside(self._checkpoint, self._ids(ids), states[0])
         after = self._head.pulls(last, slopes_of)  # [S, R, D]
         before = after.new_empty((len(after), *states[0].shape))  # [S, T, D]
         own_rows: Tensor | None = self._rows(rows)
@@ -114,7 +123,7 @@ class LayeredModel:
         for layer, runner in zip(falling, self._runners(falling), strict=True):
             own = states.pop().clone().requires_grad_()
             with torch.enable_grad():
-                captured = runner.run(own, places, own_rows)
+                captured = runner.run(own, places, own_rows, given)
             pull = before.new_empty((len(before), *captured.o.shape))
             attends = self.spec.attends(layer)
             wanted = [*([captured.o] if attends else []), *([own] if layer else [])]
@@ -150,14 +159,19 @@ class LayeredModel:
         """Inputs of each layer, one after the other, and what the last one gives of
         ``rows``."""
         places = self._places(ids)
-        hidden = embed(self._checkpoint, torch.tensor(ids, device=self.device), places)
+        tokens = self._ids(ids)
+        hidden = embed(self._checkpoint, tokens, places)
+        given = beside(self._checkpoint, tokens, hidden)
         yield hidden
         every = range(self.spec.layers)
         for layer, runner in zip(every, self._runners(every), strict=True):
             own = self._rows(rows) if layer == every[-1] else None
-            hidden = runner(hidden, places, own).hidden
+            hidden = runner(hidden, places, own, given).hidden
             advance(1 / self.spec.layers)
             yield hidden
+
+    def _ids(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, device=self.device)
 
     def _rows(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(list(rows), device=self.device)

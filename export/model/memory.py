@@ -73,7 +73,8 @@ class Need:
 def layer_weights(spec: DecoderSpec) -> int:
     """Bytes of the weights of one layer, float32."""
     shapes = stored_shapes(spec).items()
-    beside = {f"{spec.family.names.get(x)}.weight" for x in ("embed", "head")}
+    roles = ("embed", "head", "inputs_embed")
+    beside = {f"{spec.family.names.get(x)}.weight" for x in roles}
     beside.add(f"{spec.family.names.get('positions')}.weight")
     total = sum(math.prod(shape) for name, shape in shapes if name not in beside)
     return FLOAT * total // spec.layers

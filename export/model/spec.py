@@ -225,7 +225,8 @@ def _spec(
     family = cast("FamilyReader", FAMILIES[config.model_type])(config)
     part = TEXT_PARTS.get(raw["model_type"])
     if part is not None:
-        family = replace(family, beside=part.beside, inside=part.inside)
+        beside = family.beside + part.beside
+        family = replace(family, beside=beside, inside=part.inside)
     _refuse_settings(_text_settings(raw), family)
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
@@ -361,12 +362,19 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     ) as error:  # its validators raise many kinds; each means that the file is at fault
         raise _invalid(error) from error
     if kind not in TEXT_PARTS:
-        return config
-    text = config.get_text_config()
+        return _with_defaults(config)
+    text = _with_defaults(config.get_text_config())
     if text.model_type not in FAMILIES:
         raise _unsupported(text.to_dict())
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+def _with_defaults(config: PreTrainedConfig) -> PreTrainedConfig:
+    """``config``, whose fields that layers may override say what most have."""
+    if config.is_heterogeneous:
+        config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def _invalid(error: Exception) -> KvlatheError:
@@ -400,6 +408,23 @@ def _served(max_positions: int, asked: int | None) -> int:
     return served
 
 
+def _check_own_heads(heads: int, family: Family) -> None:
+    for own in family.own_heads:
+        dims, kv_heads = own.head_dim, own.kv_heads
+        if kv_heads < 1 or heads % kv_heads or dims < 2 or dims % 2:
+            raise KvlatheError(
+                f"a layer has {kv_heads} KV heads of {dims} dims",
+                f"{heads} query heads divide over them, and their dims are even",
+                "correct config.json",
+            )
+        if dims > MOST["head_dim"]:
+            raise KvlatheError(
+                f"a layer's heads have {dims:,} dims",
+                f"no model has more than {MOST['head_dim']:,}",
+                "correct config.json",
+            )
+
+
 def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> None:
     heads, types = (
         config.num_attention_heads,
@@ -417,6 +442,7 @@ def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> Non
             "heads have an even number of dims",
             "correct config.json",
         )
+    _check_own_heads(heads, family)
     if family.activation not in ACTIVATIONS and "curve" not in family.names:
         raise KvlatheError(
             f"the activation {family.activation!r} is not supported",

@@ -23,18 +23,22 @@ Read = Callable[[str], Tensor]
 """The folder's tensor of a name, as it is stored."""
 SINKS = "attend.sinks"
 CORRECTION = "experts.correction"
+SCALAR = "scalar"
 CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 """The numbers of an xIELU, as its module stores them."""
 CURVE = tuple(f"curve.{part}" for part in CURVE_PARTS)
 MAPS = {"gate": "experts_gate_up", "up": "experts_gate_up", "down": "experts_down"}
 """Name in the decoder's ``experts.<name>`` -> role."""
 STACKED = ("experts.router", *(f"experts.{name}" for name in MAPS))
+FACTORS = ("router_scale", "expert_scales", "experts_in_norm")
+"""Roles of what is multiplied into routers and experts beside a dense MLP."""
 BIASES = tuple(f"{name}_bias" for name in STACKED)
 ROLES = {
     SINKS: ("sinks",),
     CORRECTION: ("router_correction",),
+    SCALAR: ("scalar",),
     **dict.fromkeys(CURVE, ("curve",)),
-    **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values())),
+    **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values(), *FACTORS)),
 }
 """The family's roles that such tensors are stored under."""
 BLOCK = 32
@@ -52,7 +56,8 @@ def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
             names += [name, f"{name}_bias"] if experts.biased else [name]
     if experts is not None and experts.corrected:
         names.append(CORRECTION)
-    return (*names, *(one for one in (*CURVE, SINKS) if ROLES[one][0] in roles))
+    others = (*CURVE, SINKS, SCALAR)
+    return (*names, *(one for one in others if ROLES[one][0] in roles))
 
 
 def corrected_as_stored(spec: DecoderSpec, stored: Container[str]) -> DecoderSpec:
@@ -82,6 +87,8 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         own = own_names(spec, layer)
         if SINKS in own:
             found[_stored(spec, "sinks", layer)] = (spec.query_heads,)
+        if SCALAR in own:
+            found[_stored(spec, "scalar", layer)] = (1,)
         if CURVE[0] in own:
             module = _stored(spec, "curve", layer)
             for part, shape in zip(CURVE_PARTS, ((1,), (1,), (), ()), strict=True):
@@ -106,6 +113,10 @@ def _stack_shapes(
     found: dict[str, tuple[int, ...]] = {f"{router}.weight": (count, hidden)}
     if experts.biased:
         found[f"{router}.bias"] = (count,)
+    if experts.beside:
+        found[_stored(spec, "router_scale", layer)] = (hidden,)
+        found[_stored(spec, "expert_scales", layer)] = (count,)
+        found[f"{_stored(spec, 'experts_in_norm', layer)}.weight"] = (hidden,)
     for role, ins, outs in (
         ("experts_gate_up", hidden, 2 * inner),
         ("experts_down", inner, hidden),
@@ -135,6 +146,8 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if own == SINKS:
         every = stored(_stored(spec, "sinks", layer)).float()
         return every.unflatten(0, (-1, spec.group(layer)))
+    if own == SCALAR:
+        return stored(_stored(spec, "scalar", layer)).float()
     if own in CURVE:
         return _of_curve(own, _stored(spec, "curve", layer), stored)
     if own == CORRECTION:
@@ -142,11 +155,12 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     _, _, part = own.partition(".")
     role = part.removesuffix("_bias")
     is_bias = role != part
+    factor = _factor(spec, role, layer, stored)
     if role == "router":
         router = _stored(spec, "router", layer)
         if is_bias:
             return stored(f"{router}.bias").float()
-        return stored(f"{router}.weight").float().T.contiguous()
+        return (stored(f"{router}.weight").float().T * factor).contiguous()
     experts = spec.family.experts
     assert experts is not None
     at = _stored(spec, MAPS[role], layer)
@@ -160,7 +174,24 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
         return mxfp4_numbers(blocks, scales).mT.contiguous()
     every = stored(at)
     every = every.mT if experts.out_in else every  # [E, in, out]
-    return every[..., outputs].float().contiguous()
+    return (every[..., outputs].float() * factor).contiguous()
+
+
+def _factor(spec: DecoderSpec, role: str, layer: int, stored: Read) -> Tensor | float:
+    """The factor of a map of experts beside a dense MLP. They and their router
+    read rows of length 1 a dim: their norm's weight, the router's scale of its inputs,
+    and what experts count, are in their maps."""
+    experts = spec.family.experts_of(layer)
+    if experts is None or not experts.beside:
+        return 1.0
+    if role == "router":
+        scale = stored(_stored(spec, "router_scale", layer)).float()
+        return scale[:, None] * spec.hidden_size**-0.5  # [D, 1]
+    if role == "down":
+        scales = stored(_stored(spec, "expert_scales", layer)).float()
+        return scales[:, None, None]  # [E, 1, 1]
+    norm = stored(f"{_stored(spec, 'experts_in_norm', layer)}.weight").float()
+    return norm[:, None]  # [D, 1]
 
 
 def _outputs(experts: Experts, role: str) -> slice:

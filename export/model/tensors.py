@@ -46,6 +46,11 @@ LAYER_ROLES = (
     "down",
     "mlp_out_norm",
     "shared_gate",
+    "dense_norm",
+    "experts_norm",
+    "inputs_gate",
+    "inputs_out",
+    "inputs_out_norm",
 )
 EXPERT_ROLES = {
     "experts.router": "router",
@@ -55,7 +60,12 @@ EXPERT_ROLES = {
 }
 """The decoder's name of a tensor of a layer's experts -> role. Each tensor holds all
 experts."""
-NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm")
+NORMS = (
+    *("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm"),
+    *("dense_norm", "experts_norm", "inputs_out_norm", "inputs_norm"),
+)
+LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
+"""Roles around the layers of what each layer is given of tokens."""
 QK_NORMS = ("q_norm", "k_norm")
 
 
@@ -65,6 +75,7 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
     places = [
         "embed",
         "positions",
+        *LAYER_INPUTS,
         *layers,
         "norm",
         *([] if spec.tied_head else ["head"]),
@@ -229,10 +240,9 @@ def _stored_shape(
     if layer is not None:
         heads, inner = spec.heads(layer), spec.family.inner(layer)
         q, kv = (n * heads.head_dim for n in (spec.query_heads, heads.kv_heads))
-    if role in ("embed", "head"):
-        return (spec.vocab_size, hidden), (spec.vocab_size,)
-    if role == "positions":
-        return (spec.max_positions + spec.family.position_offset, hidden), ()
+    tables = _table_shapes(spec)
+    if role in tables:
+        return tables[role], (spec.vocab_size,)
     if role in NORMS:
         return (hidden,), (hidden,)
     if role in QK_NORMS:
@@ -252,6 +262,8 @@ def _stored_shape(
             return shapes[role], ()
     outputs = {
         "shared_gate": 1,
+        "inputs_project": spec.family.layer_inputs * spec.layers,
+        "inputs_gate": spec.family.layer_inputs,
         "q": q,
         "k": kv,
         "v": kv,
@@ -262,8 +274,22 @@ def _stored_shape(
         "up": inner,
         "gate_up": 2 * inner,
     }
-    shape = {"o": q, "down": inner}.get(role, hidden), outputs.get(role, hidden)
+    inputs = {"o": q, "down": inner, "inputs_out": spec.family.layer_inputs}
+    shape = inputs.get(role, hidden), outputs.get(role, hidden)
     return shape if spec.family.in_out else shape[::-1], shape[1:]
+
+
+def _table_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Roles around the layers that are no maps, but for norms of hidden states."""
+    positions = spec.max_positions + spec.family.position_offset
+    of_inputs = spec.family.layer_inputs
+    return {
+        "embed": (spec.vocab_size, spec.hidden_size),
+        "head": (spec.vocab_size, spec.hidden_size),
+        "positions": (positions, spec.hidden_size),
+        "inputs_embed": (spec.vocab_size, of_inputs * spec.layers),
+        "inputs_norm": (of_inputs,),
+    }
 
 
 def rope_state(spec: DecoderSpec) -> dict[str, tuple[float, ...]]:
@@ -316,7 +342,8 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     if role == "positions":
         return stored[spec.family.position_offset :]
     if stored.ndim == 2 and (
-        role == "head" or (layer is not None and not spec.family.in_out)
+        role in ("head", "inputs_project")
+        or (layer is not None and not spec.family.in_out)
     ):
         stored = stored.T
     if _stored_role(spec, role, layer) != role:

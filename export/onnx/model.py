@@ -331,7 +331,7 @@ def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
     for i, layer in enumerate(plan.index.layers_of(stage)):
         if not plan.model.heads(layer).kv_heads:
             continue
-        for name, table in LayerTables(part, i).items():
+        for name, table in LayerTables(part, part.model.source(i)).items():
             key = f"layers.{layer}.attend.{name}"
             model.graph.initializers[key].const_value = ir.tensor(table, name=key)
 

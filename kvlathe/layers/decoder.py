@@ -11,6 +11,7 @@ heads, H KV heads, I columns of the MLP, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -22,6 +23,21 @@ from kvlathe.layers.rows import ACTIVATIONS, Rows
 RowMap = Callable[[Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [T, all heads] -> o [T, all heads]. RoPE and the cache are in here."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnParts:
+    """Parts that only Gemma 4 has. ``v_norm``: norms of values. ``dense_norm``: of what
+    the MLP gives, beside ``experts``, which read what it reads before its norm and have
+    norms of their own. ``end`` maps what leaves the layer, [T, D]."""
+
+    v_norm: RowMap | None = None
+    dense_norm: RowMap | None = None
+    experts: RowMap | None = None
+    end: RowMap | None = None
+
+
+NO_PARTS = OwnParts()
 
 
 class Layer(Protocol):
@@ -99,6 +115,7 @@ def run_layer(
     query_factors: Tensor | None = None,
     angles: Angles | None = None,
     mix: RowMap | None = None,
+    own: OwnParts = NO_PARTS,
 ) -> Tensor:
     """x [T, D] -> the next layer's x [T, D].
 
@@ -128,7 +145,7 @@ def run_layer(
     mlp_input = _mlp_input(layer, x, normed) if layer.parallel else None
     o = None
     if attend is not None:
-        o = _attended(layer, normed, attend, query_factors, angles)
+        o = _attended(layer, normed, attend, query_factors, angles, own)
     mixed = None if mix is None else mix(normed)
     if places is not None:
         x = x.index_select(0, places)
@@ -143,10 +160,31 @@ def run_layer(
         return attended
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)
+    after = _plus_mlp(layer, own, attended, mlp_input)
+    return after if own.end is None else own.end(after)
+
+
+def _normed(
+    layer: Layer, own: OwnParts, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v after the norms that the model has."""
+    if layer.q_norm is not None:
+        q = _qk_norm(layer, layer.q_norm, q)
+    if layer.k_norm is not None:
+        k = _qk_norm(layer, layer.k_norm, k)
+    return q, k, v if own.v_norm is None else own.v_norm(v)
+
+
+def _plus_mlp(layer: Layer, own: OwnParts, x: Tensor, mlp_input: Tensor) -> Tensor:
+    """x [T, D], which may be overwritten, with what the MLP gives, or experts, or
+    both."""
     if layer.experts is None and layer.mlp_out_norm is None:
-        return layer.add_down(attended, _mlp_inner(layer, mlp_input))
-    out = (_mlp if layer.experts is None else _mixture)(layer, mlp_input)
-    return attended + (out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
+        return layer.add_down(x, _mlp_inner(layer, mlp_input))
+    dense = layer.experts is None or own.experts is not None
+    out = (_mlp if dense else _mixture)(layer, mlp_input)
+    if own.dense_norm is not None and own.experts is not None:
+        out = own.dense_norm(out) + own.experts(x)
+    return x + (out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
 
 
 def _attended(
@@ -155,12 +193,10 @@ def _attended(
     attend: Attention,
     query_factors: Tensor | None,
     angles: Angles | None,
+    own: OwnParts,
 ) -> Tensor:
     """o of what a layer's attention reads, ``normed`` [T, D]."""
-    q, k, v = layer.qkv(normed)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = _qk_norm(layer, layer.q_norm, q)
-        k = _qk_norm(layer, layer.k_norm, k)
+    q, k, v = _normed(layer, own, *layer.qkv(normed))
     if query_factors is not None:
         q = q * query_factors.to(q.dtype)
     if angles is not None:

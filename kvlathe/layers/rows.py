@@ -62,6 +62,12 @@ class Rows:
         wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
+    def unit_norm(self, x: Tensor, eps: float) -> Tensor:
+        """An RMS norm without weights."""
+        wide = x.float()
+        wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return wide.to(x.dtype)
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450)."""
         wide_weight, wide_bias = weight.float(), bias.float()

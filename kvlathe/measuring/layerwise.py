@@ -26,14 +26,15 @@ from kvlathe.export.model.blocks import Norm
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer import DecoderLayer, Widths
-from kvlathe.export.model.layer_runner import embed, first_states, rotator
+from kvlathe.export.model.layer_runner import beside, embed, first_states, rotator
 from kvlathe.export.search.sealed import SealedAttend
+from kvlathe.layers.beside import Beside
 from kvlathe.layers.decoder import logits, tied_head
 from kvlathe.layers.temperature import query_factors
 from kvlathe.measuring.sequences import Group, Passage
 from kvlathe.plan.plan import CompressionPlan
 
-FOLDED = ("q", "k", "v", "o", "attend", "lift")
+FOLDED = ("q", "k", "v", "v_map", "o", "attend", "lift")
 """Parts of a layer that a fold may change."""
 LEAST_TOKENS = 256
 """Tokens to which the shortest windows may be cut where there is no time for more."""
@@ -49,18 +50,20 @@ compared."""
 class Running:
     """A sequence on its way through the layers, from position ``start`` on: ``hidden``
     [T, D] in the uncompressed model and in the plan's (``planned`` None: it is only read
-    uncompressed)."""
+    uncompressed); ``beside``: what layers are given beside them."""
 
     ids: Tensor
     hidden: Tensor
     planned: Tensor | None
     start: int = 0
+    beside: tuple[Beside, Beside] = field(default_factory=lambda: (Beside(), Beside()))
 
     def cut(self, tokens: int) -> None:
         """Go on with the first tokens alone: they never see what follows them."""
         self.ids, self.hidden = self.ids[:tokens], self.hidden[:tokens]
         if self.planned is not None:
             self.planned = self.planned[:tokens]
+        self.beside = (self.beside[0].cut(tokens), self.beside[1].cut(tokens))
 
 
 @dataclass(eq=False)
@@ -105,18 +108,19 @@ class LayerPair:
 
     def advance(self, running: Running) -> None:
         """Put a sequence through the layer, in place."""
-        running.hidden = self._after(running.hidden, running.start, 0)
+        running.hidden = self._after(running.hidden, running, 0)
         if running.planned is not None:
-            running.planned = self._after(running.planned, running.start, 1)
+            running.planned = self._after(running.planned, running, 1)
 
-    def _after(self, hidden: Tensor, start: int, side: int) -> Tensor:
+    def _after(self, hidden: Tensor, running: Running, side: int) -> Tensor:
         """[T, D] of tokens from place ``start`` on, after the layer."""
-        factors = None
+        factors, start, beside = None, running.start, running.beside[side]
         if self._temperature is not None:
             places = torch.arange(start, start + len(hidden), device=hidden.device)
             factors = query_factors(self._temperature, places)
         step = self._step(hidden, start, side)
-        return self._layers[side](hidden, step, query_factors=factors)[0]
+        layer = self._layers[side]
+        return layer(hidden, step, query_factors=factors, beside=beside)[0]
 
     def _step(self, hidden: Tensor, start: int, side: int) -> StepTensors:
         """A whole sequence with nothing cached."""
@@ -138,7 +142,7 @@ def _layer(checkpoint: Checkpoint, plan: CompressionPlan, layer: int) -> Decoder
     with torch.device("meta"):
         attend = None
         if spec.attends(layer):
-            attend = AttendLayer(plan, layer, spec.scale(layer))
+            attend = AttendLayer(plan, plan.model.source(layer), spec.scale(layer))
         widths = Widths.folded(spec, plan, layer)
         return DecoderLayer(spec, layer, widths, attend, torch.float32)
 
@@ -278,7 +282,9 @@ class BothModels:
         places = torch.arange(start, start + len(ids), device=device)
         hidden = embed(self.checkpoint, tokens, places)
         both = planned and len(self.made) > 1
-        return Running(tokens, hidden, hidden if both else None, start)
+        inputs = beside(self.checkpoint, tokens, hidden).inputs
+        given = Beside(inputs), Beside(inputs)
+        return Running(tokens, hidden, hidden if both else None, start, given)
 
     def _wait(self) -> None:
         if self.checkpoint.device.type == "cuda":

@@ -101,14 +101,14 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
             "it moves single tokens, and shards move whole pages",
             "run it on one GPU, or build it with a compression that ranks no tokens",
         )
-    if plan.model.states or not plan.model.alike:
+    if num_shards > 1 and (plan.model.states or not plan.model.alike):
         raise KvlatheError(
             f"the plan cannot be dealt to {num_shards} shards",
             "the model's layers have heads of unlike shapes, share caches or keep states",
             "run it on one device",
         )
     kept = [len(plan.index.active(layer)) for layer in range(plan.model.layers)]
-    queries = min(kept) * plan.model.group_size
+    queries = min(kept) * plan.model.group_size if num_shards > 1 else num_shards
     if queries < num_shards:
         raise KvlatheError(
             f"the plan cannot be dealt to {num_shards} shards",
@@ -148,9 +148,10 @@ def _lane_shards_of(
 ) -> list[LaneShard]:
     """The pieces of a layer that are dealt: its lanes, or as many parts of them as
     there are shards. Lanes of fewest bytes are the first to be there more often."""
-    heads, group = plan.model.kv_heads, plan.model.group_size
-    lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
-    if len(lanes) >= num_shards:
+    group = plan.model.group(layer)
+    active = plan.index.active(layer)
+    lanes = [plan.index.number(layer, lane.head) for lane in active]
+    if len(lanes) >= num_shards or not lanes:
         return [LaneShard(lane, 0, group) for lane in lanes]
     by_size = sorted(lanes, key=lambda lane: _kept(plan.lanes[lane]))
     copies, more = divmod(num_shards, len(lanes))
@@ -311,7 +312,8 @@ def _shard_plan(dealt: Deal, shard: int) -> ShardPlan:
         for group in plan.groups
     ]
     group = max(lane_shard.queries for lane_shard in lane_shards)
-    queries = group * plan.model.kv_heads
+    model = plan.model
+    queries = group * model.kv_heads if model.alike else model.query_heads
     fields: Fields = {}
     for field in dataclasses.fields(plan):
         fields[field.name] = getattr(plan, field.name)

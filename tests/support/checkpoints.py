@@ -151,6 +151,33 @@ def sizes(
     )
 
 
+def gemma4(**more: object) -> dict[str, Any]:
+    """Settings of Gemma 4: windows of 20, and full layers with fewer and wider heads."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"layer_types": kinds, "num_hidden_layers": 4, "sliding_window": 20}
+    own |= {"global_head_dim": 48, "num_global_key_value_heads": 1, "pad_token_id": 0}
+    own |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    own |= {"final_logit_softcapping": 4.0}
+    return sizes(48, 4, 2, 24) | own | more
+
+
+SHARED = {
+    "num_kv_shared_layers": 2,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+"""Layers that read another's cache, and are given embeddings of their own."""
+GEMMA_UNIFIED = {x: y for x, y in gemma4().items() if "_per_layer_input" not in x}
+GEMMA_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+
+
 def latent(**more: object) -> dict[str, Any]:
     """Settings of heads that share a latent: 4 of 16 + 8 dims, values of 20."""
     own = {"kv_lora_rank": 32, "q_lora_rank": 40, "qk_nope_head_dim": 16}
@@ -324,6 +351,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"text_config": sizes(48, 4, 2, 32, sliding_window=20)}
         | {"vision_config": dict.fromkeys(SMALL, 8) | {"num_hidden_layers": 1}},
+    ),
+    "gemma4-experts": ("Gemma4Text", gemma4(**GEMMA_EXPERTS)),
+    "gemma4-shared": ("Gemma4Text", gemma4(**SHARED)),
+    "gemma4": ("Gemma4Text", gemma4()),
+    "gemma4_unified": ("Gemma4UnifiedText", GEMMA_UNIFIED),
+    "gemma4_unified-images": (
+        "Gemma4Unified",
+        {
+            "text_config": GEMMA_UNIFIED,
+            "vision_config": None,
+            "audio_config": None,
+        },
+    ),
+    "gemma4-images": (
+        "Gemma4",
+        {
+            "text_config": gemma4(**SHARED),
+            "vision_config": None,
+            "audio_config": None,
+        },
     ),
     "olmo2": ("Olmo2", sizes(64, 4, 2, pad_token_id=0)),
     "olmo3": (
@@ -795,10 +842,11 @@ class prefix, config)."""
 
 OWN_HEADS = tuple(
     name
-    for name, (_, settings) in FAMILIES.items()
+    for name, (prefix, settings) in FAMILIES.items()
     if "kv_lora_rank" not in settings.get("text_config", settings)
+    and not prefix.startswith("Gemma4")
 )
-"""Those whose heads have keys and values of their own."""
+"""Those whose heads have keys and values of their own, alike in all layers."""
 
 
 def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:
@@ -832,6 +880,8 @@ def make_model(
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
             if name.endswith("correction_bias"):  # a router's, which training fits
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder, **save)

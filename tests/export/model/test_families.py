@@ -25,7 +25,7 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.model.layer_runner import LayerRunner, embed
+from kvlathe.export.model.layer_runner import LayerRunner, beside, embed
 from kvlathe.export.model.spec import DecoderSpec, read_spec
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 from tests.support.checkpoints import (
@@ -87,21 +87,24 @@ def test_layer_runner_shows_what_the_reference_caches(
     with torch.no_grad():
         expected = model(ids[None], output_hidden_states=True, use_cache=True)
     x = embed(checkpoint, ids, positions)
-    order = spec.rope.order if spec.rope else list(range(spec.head_dim))
+    given = beside(checkpoint, ids, x)
     for i, cached in enumerate(expected.past_key_values.layers):
+        heads, order = spec.heads(i), spec.order(i)
         if spec.family.latent is not None:
             cached = of_latent(spec, cached)
         torch.testing.assert_close(
             x, expected.hidden_states[i][0], atol=TOLERANCE, rtol=0
         )
-        x, q, k, v, _ = LayerRunner(checkpoint, i)(x, positions)
+        x, q, k, v, _ = LayerRunner(checkpoint, i)(x, positions, beside=given)
         if not spec.attends(i):
             continue
-        assert q.shape == (90, spec.query_heads, spec.head_dim)
+        assert q.shape == (90, spec.query_heads, heads.head_dim)
+        if cached.keys is None:
+            continue  # it reads another layer's
         # Falcon's cache repeats each KV head for its whole group, and that of a layer
         # with a window has its newest tokens alone.
         every = spec.query_heads // cached.keys.shape[1]
-        repeat = spec.group_size // every
+        repeat = spec.group(i) // every
         kept = slice(90 - cached.keys.shape[2], None)
         keys = cached.keys[0, ::repeat, :, order].transpose(0, 1)
         values = cached.values[0, ::repeat].transpose(0, 1)
