@@ -81,7 +81,7 @@ from kvlathe.export.families.sigmoid_experts import (
 )
 from kvlathe.export.families.spaces import bamba, granitemoehybrid
 from kvlathe.export.families.stablelm import stablelm
-from kvlathe.export.families.stateful import lfm2, lfm2_moe
+from kvlathe.export.families.stateful import lfm2, lfm2_moe, lfm3
 
 FAMILIES = {
     "afmoe": afmoe,
@@ -137,6 +137,7 @@ FAMILIES = {
     "jais2": jais2,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
     "llama": llama,
     "mellum": mellum,
     "minicpm3": minicpm3,

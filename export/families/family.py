@@ -122,8 +122,8 @@ class Family:
     come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
     attention's norm; with them, attention and MLP read what is there. ``sinks`` names a
     logit of each query head, ``curve`` the module of a learned activation (xIELU).
-    ``out_gate`` maps a layer's input to gates of attention's output; ``q_out_gate`` has q
-    and it in turn, head by head.
+    ``out_gate`` maps a layer's input to gates of attention's output, of each dim or of
+    each head (``head_gates``); ``q_out_gate`` has q and it in turn, head by head.
     """
 
     names: Mapping[str, str]
@@ -212,6 +212,7 @@ class Family:
     tensors' names begin."""
     inside: str = ""
     """The name of this part in the names of its tensors, where it is one of several."""
+    head_gates: bool = False
     lacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Roles that a layer lacks. Without ``v``, a value is what ``k`` gives; without
     ``k``, both are those of another layer (``sources``)."""

@@ -1,4 +1,4 @@
-"""LFM2: layers that mix tokens by short convolutions, and keep a state in place of keys
+"""LFM2 and LFM3: layers that mix tokens by short convolutions, and keep a state in place of keys
 and values, among layers with attention (docs/hybrids.md)."""
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from kvlathe.export.families.experts import COUNTS, OF_EXPERTS
 from kvlathe.export.families.family import ATTENTION, Experts, Family, Mixer
+from kvlathe.export.families.windows import sliding_layers
 from kvlathe.layers.mixers import Mixing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from transformers import Lfm2Config, Lfm2MoeConfig
+    from transformers import Lfm2Config, Lfm2MoeConfig, Lfm3Config
+
+    AnyLfm = Lfm2Config | Lfm2MoeConfig | Lfm3Config
 
 LAYER = "model.layers.{i}."
 LFM2 = {
@@ -31,6 +34,16 @@ LFM2 = {
     "down": LAYER + "feed_forward.w2",
     "norm": "model.embedding_norm",
     "head": "lm_head",
+}
+LFM3 = LFM2 | {
+    "q_norm": LAYER + "self_attn.q_norm",
+    "k_norm": LAYER + "self_attn.k_norm",
+    "o": LAYER + "self_attn.o_proj",
+}
+LFM3_GATES = {"out_gate": LAYER + "self_attn.gate_proj"}
+LFM3_NORMS = {
+    "attn_out_norm": LAYER + "post_operator_norm",
+    "mlp_out_norm": LAYER + "post_ffn_norm",
 }
 LFM2_EXPERTS = {
     "router": LAYER + "feed_forward.gate",
@@ -58,6 +71,31 @@ def lfm2(config: Lfm2Config) -> Family:
         activation="silu",
         kv_heads=config.num_key_value_heads,
         intermediate_size=_columns(config),
+        mixer=_short_convolution(config),
+        mixes=mixes,
+        lacks=lacks,
+    )
+
+
+def lfm3(config: Lfm3Config) -> Family:
+    """Gates of each head, norms of outputs, windows and a RoPE of their own in some
+    layers."""
+    kinds = config.layer_types or ()
+    mixes, lacks = mixing_layers(kinds, "conv")
+    gates = LFM3_GATES if config.use_attention_gate else {}
+    return Family(
+        names=LFM3 | gates | (LFM3_NORMS if config.use_sandwich_norm else {}),
+        norm="rms",
+        norm_eps=config.norm_eps,
+        activation="silu",
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        partial_rotary=True,
+        windows=sliding_layers(config),
+        ropes=tuple(None if kind == "conv" else kind for kind in kinds),
+        head_gates=True,
         mixer=_short_convolution(config),
         mixes=mixes,
         lacks=lacks,
@@ -102,7 +140,7 @@ def lfm2_moe(config: Lfm2MoeConfig) -> Family:
     )
 
 
-def _short_convolution(config: Lfm2Config | Lfm2MoeConfig) -> Mixer:
+def _short_convolution(config: AnyLfm) -> Mixer:
     return Mixer(
         Mixing("conv", config.hidden_size, config.conv_L_cache),
         names={

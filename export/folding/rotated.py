@@ -82,7 +82,8 @@ class RotatedCheckpoint:
     @property
     def keys(self) -> list[int]:
         layers = range(self._checkpoint.spec.layers)
-        return [layer for layer in layers if len(self._rotations.free(layer))]
+        attending = filter(self._checkpoint.spec.attends, layers)
+        return [layer for layer in attending if len(self._rotations.free(layer))]
 
     def write(self, folder: Path) -> None:
         """The files of weights, under their own names. Raises KvlatheError for one that

@@ -67,17 +67,15 @@ class HeadOutputBlock(nn.Module):
     """Maps of attention's output back into the model's dims, [H, Rv, dv] and [H, 1, dv]
     (kvlathe/layers/gated.py)."""
 
-    def __init__(
-        self, places: HeadPlaces, group: int, size: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, places: HeadPlaces, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.places, self.group = places, group
+        self.places = places
         widest = max(rank for _, rank in places)
         self.weight = fixed(torch.empty(len(places), widest, size, dtype=dtype))
         self.bias = fixed(torch.zeros(len(places), 1, size, dtype=dtype))
 
     def forward(self, o: Tensor) -> Tensor:
-        return HeadOutputs(self.places, self.weight, self.bias, self.group)(o)
+        return HeadOutputs(self.places, self.weight, self.bias)(o)
 
 
 class MixerBlock(nn.Module):

@@ -215,10 +215,12 @@ class DecoderLayer(nn.Module):
         self.out_gate = self.lift = None
         if spec.has_out_gates:
             biased = has_bias(spec, "out_gate")
-            self.out_gate = linear(spec.hidden_size, widths.o, biased, dtype, form)
+            self.out_gate = linear(
+                spec.hidden_size, spec.out_gates, biased, dtype, form
+            )
         if widths.outputs:
             size = spec.shape.value_dim(layer)
-            self.lift = HeadOutputBlock(widths.outputs, spec.group(layer), size, dtype)
+            self.lift = HeadOutputBlock(widths.outputs, size, dtype)
 
     def whole_heads(self, o: Tensor) -> Tensor:
         return o if self.lift is None else self.lift(o)

@@ -110,6 +110,12 @@ class DecoderSpec:
         return bool({"out_gate", "q_out_gate"} & self.family.names.keys())
 
     @property
+    def out_gates(self) -> int:
+        """Gates of a layer: one for each query head, or for each of its dims."""
+        dims = 1 if self.family.head_gates else self.head_dim
+        return self.query_heads * dims
+
+    @property
     def kv_heads(self) -> int:
         return self.family.kv_heads
 

@@ -268,7 +268,7 @@ def _stored_shape(
         "k": kv,
         "v": kv,
         "qkv": q + 2 * kv,
-        "out_gate": q,
+        "out_gate": spec.out_gates,
         "q_out_gate": 2 * q,
         "gate": inner,
         "up": inner,

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.layers.gated import gated
 from kvlathe.layers.latent import Angles, turned_ends
 from kvlathe.layers.rows import ACTIVATIONS, Rows
 
@@ -155,7 +156,8 @@ def run_layer(
             mlp_input = mlp_input.index_select(0, places)
     attended = x if o is None else _plus_o(layer, x, normed, o)
     if mixed is not None:
-        attended = attended + mixed
+        norm = layer.attn_out_norm
+        attended = attended + (mixed if norm is None else norm(mixed))
     if layer.down is None and layer.experts is None:
         return attended
     if mlp_input is None:
@@ -206,7 +208,7 @@ def _attended(
 
 def _plus_o(layer: Layer, x: Tensor, normed: Tensor, o: Tensor) -> Tensor:
     if layer.out_gate is not None:
-        o = layer.whole_heads(o) * layer.out_gate(normed).sigmoid()
+        o = gated(layer.whole_heads(o), layer.out_gate(normed))
     if layer.attn_out_norm is None:
         return layer.add_o(x, o)
     return x + layer.attn_out_norm(layer.o(o))

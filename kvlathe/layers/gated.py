@@ -1,5 +1,5 @@
-"""Attention whose output a gate multiplies before W_O, dim by dim (Qwen3-Next, AFMoE;
-arXiv 2505.06708). Values are cached in a basis, and gates are of the model's own dims: so
+"""Attention whose output gates multiply before W_O, dim by dim (Qwen3-Next, AFMoE; arXiv
+2505.06708) or head by head (LFM3). Values are cached in a basis, and gates are of the model's own dims: so
 what attention gives is first turned back.
 
 Sizes: T packed tokens, H KV heads of the model, G query heads a KV head, Rv the widest
@@ -28,14 +28,20 @@ class HeadOutputs:
     places: HeadPlaces
     weight: Tensor
     bias: Tensor
-    group: int
 
     def __call__(self, o: Tensor) -> Tensor:
         """o [T, G * sum of ranks] -> [T, H * G * dv]"""
         widest = self.weight.shape[1]
+        group = o.shape[1] // sum(rank for _, rank in {*self.places})
         heads: list[Tensor] = []
         for first, rank in self.places:
-            own = o[:, first : first + self.group * rank].reshape(-1, rank)
+            own = o[:, first : first + group * rank].reshape(-1, rank)
             heads.append(F.pad(own, (0, widest - rank)))
         turned = torch.stack(heads) @ self.weight + self.bias  # [H, T * G, dv]
-        return turned.unflatten(1, (-1, self.group)).transpose(0, 1).flatten(1)
+        return turned.unflatten(1, (-1, group)).transpose(0, 1).flatten(1)
+
+
+def gated(o: Tensor, gates: Tensor) -> Tensor:
+    """o [T, Hq * dv] times the sigmoids of ``gates`` [T, Hq * dv], or [T, Hq]."""
+    by_gate = o.unflatten(-1, (gates.shape[-1], -1))
+    return (by_gate * gates.sigmoid().unsqueeze(-1)).flatten(1)

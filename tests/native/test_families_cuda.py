@@ -18,7 +18,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.checkpoints import FAMILIES, OWN_HEADS, make_model, sizes
+from tests.support.checkpoints import FAMILIES, ON_GPUS, make_model, sizes
 
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "d64-g4": ("Llama", sizes(256, 8, 2, 64)),
@@ -27,7 +27,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "d128-g8": ("Mistral", sizes(256, 8, 1, 128, sliding_window=None)),
 }
 """Heads as large as people's."""
-MODELS = {name: FAMILIES[name] for name in OWN_HEADS} | WIDE
+MODELS = {name: FAMILIES[name] for name in ON_GPUS} | WIDE
 TOKENS = 150
 NEW = 20
 HALVES = 3

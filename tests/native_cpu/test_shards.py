@@ -17,7 +17,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.support.checkpoints import OWN_HEADS
+from tests.support.checkpoints import ON_GPUS, UNGATED
 from tests.support.host_shards import (
     Engine,
     HostShards,
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.nightly
 
 SIZES = rest_nightly([2, 4], 2)
 OTHER_HEADS = ("llama-biased-d80-mqa", "qwen2-g7", "falcon-40b")
-ARCHITECTURES = [name for name in OWN_HEADS if "-" not in name or name in OTHER_HEADS]
+DEALT = [name for name in ON_GPUS if name in UNGATED]
+ARCHITECTURES = [name for name in DEALT if "-" not in name or name in OTHER_HEADS]
 """The variants of an architecture that scale positions, bind or bias weights otherwise
 are dealt as it is; nightly, they run, too."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -55,7 +56,7 @@ def shards_of(native: Native) -> Iterator[Callable[[int], HostShards]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", rest_nightly(OWN_HEADS, *ARCHITECTURES))
+@pytest.mark.parametrize("name", rest_nightly(DEALT, *ARCHITECTURES))
 def test_logits_are_those_of_one_process(
     name: str, size: int, reference: Reference, shards_of: Callable[[int], HostShards]
 ) -> None:

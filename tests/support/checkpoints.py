@@ -688,6 +688,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}
         | {"block_multiple_of": 8},
     ),
+    "lfm3": (
+        "Lfm3",
+        sizes(64, 4, 2, 16, num_hidden_layers=4, sliding_window=24, conv_L_cache=5)
+        | {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}
+        | PHI,
+    ),
+    "lfm3-plain": (
+        "Lfm3",
+        sizes(64, 4, 2, 16, num_hidden_layers=2, use_sandwich_norm=False)
+        | {"layer_types": ["conv", "full_attention"], "use_attention_gate": False}
+        | PHI,
+    ),
     "lfm2_moe": (
         "Lfm2Moe",
         sizes(64, 4, 2, num_hidden_layers=4, num_experts=6, num_experts_per_tok=2)
@@ -847,6 +859,22 @@ OWN_HEADS = tuple(
     and not prefix.startswith("Gemma4")
 )
 """Those whose heads have keys and values of their own, alike in all layers."""
+STATEFUL = ("Lfm", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
+STATEFUL += ("FalconH1",)
+"""Beginnings of the names of models whose layers keep states."""
+GATED = ("Afmoe", "Lfm3", "Qwen3Next", "Qwen3_5")
+"""Those of models with gates of outputs."""
+
+
+def kind_of(name: str) -> str:
+    """The transformers class prefix of checkpoint ``name`` of FAMILIES."""
+    return FAMILIES[name][0]
+
+
+WITH_STATES = tuple(x for x in FAMILIES if kind_of(x).startswith(STATEFUL))
+ON_GPUS = tuple(x for x in OWN_HEADS if x not in WITH_STATES)
+"""Those that one GPU runs."""
+UNGATED = tuple(x for x in OWN_HEADS if not kind_of(x).startswith(GATED))
 
 
 def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:

@@ -94,9 +94,9 @@ def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) ->
         return  # any basis folds, or none
     plan, ids = whole_plan(checkpoint.spec), ids_for(checkpoint, 70)
     decoder = decoder_from(checkpoint, plan, plane_scales(plan))
+    name = f"layers.{plan.lanes[0].layer}.k.weight"
     assert not plan.index.projected and not torch.equal(
-        decoder.state_dict()["layers.0.k.weight"],
-        checkpoint.weight("layers.0.k.weight"),
+        decoder.state_dict()[name], checkpoint.weight(name)
     )
     torch.testing.assert_close(
         decoder.logits(ids, range(70)),
@@ -402,9 +402,10 @@ def plain_forward(
     x = embed(checkpoint, torch.tensor(ids), positions)
     for i in range(spec.layers):
         runner = LayerRunner(checkpoint, i)
-        runner._layer.attend = PlainAttention(
-            spec.scale(i), plan, basis, i, runner._layer.attend
-        )
+        observed = runner._layer.attend
+        assert observed is not None
+        attention = PlainAttention(spec.scale(i), plan, basis, i, observed)
+        runner._layer.attend = attention
         x = runner(x, positions).hidden
     bias = checkpoint.weight("norm.bias") if checkpoint.has("norm.bias") else None
     scale, eps = checkpoint.weight("norm.weight"), spec.family.norm_eps

@@ -259,11 +259,8 @@ def _out_gates(
     lift = _taken(tensors, "lift.")
     if not lift:
         return None, lambda o: o
-    gates, (width, _) = beside(tensors, ["out_gate"], 1, product)
-    weight = lift["weight"]
-    heads = len(weight) * weight.shape[-1]
-    places = wiring.outputs[layer]
-    return gates, HeadOutputs(places, weight, lift["bias"], width // heads)
+    gates, _ = beside(tensors, ["out_gate"], 1, product)
+    return gates, HeadOutputs(wiring.outputs[layer], lift["weight"], lift["bias"])
 
 
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:

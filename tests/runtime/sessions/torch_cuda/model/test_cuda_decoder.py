@@ -55,7 +55,7 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model import rows
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
-from tests.support.checkpoints import OWN_HEADS, whole_plan
+from tests.support.checkpoints import ON_GPUS, whole_plan
 
 MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
 LOADS = [(2, 10_000, True), (2, 10, False), (8, 100, True), (1, 10_000, False)]
@@ -88,7 +88,7 @@ def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
     return twin(ids.int(), offsets, offsets, attend)
 
 
-@pytest.mark.parametrize("name", OWN_HEADS)
+@pytest.mark.parametrize("name", ON_GPUS)
 def test_every_family_computes_what_the_exporter_defines(
     name: str, reference: Reference
 ) -> None:
