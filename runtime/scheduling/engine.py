@@ -221,7 +221,11 @@ class Engine:
             return
         params = sequence.sampler.params
         if token is not None:
-            sequence.accept(token, logprob)
+            try:
+                sequence.accept(token, logprob)
+            except Exception as error:  # its text cannot be decoded; others' can
+                self.fail(sequence, error)
+                return
             is_end = token in self.stop_ids and not params.ignore_eos
             stopped = sequence.text is not None and sequence.text.stopped
             whole = guide is not None and guide.stopped

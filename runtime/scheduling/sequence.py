@@ -277,7 +277,10 @@ class Sequence:
         self.last_token = self.last_token or time.perf_counter()
         self.first_token = self.first_token or self.last_token
         if self.text:
-            self.text.close()
+            try:
+                self.text.close()
+            except Exception as failure:  # it ends nobody else
+                self.finish_reason, self.error = "error", error or failure
 
 
 @dataclass(eq=False, slots=True)

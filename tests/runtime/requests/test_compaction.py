@@ -3,8 +3,8 @@ arithmetic, answers are those of masked attention, pages are shared and come bac
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.support.compaction_cases import (
     masked_logits,
     prompt,
 )
+from tests.support.fake_session import SamplesThere
 from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
@@ -234,13 +235,42 @@ def test_seconds_are_those_of_work_that_is_done(
     forget(engine)
 
 
-def test_requests_are_answered_while_a_prefix_is_compacted() -> None:
-    engine, ids = sharing("compacted"), prompt()
-    other = list(text(60, 4000))
-    expected = llm("torch", "compacted").generate([other], PARAMS)[0].token_ids
-    request = dataclasses.replace(engine.sequence(other, PARAMS))
-    pending = engine.thread.submit([request])
-    engine.compact(ids[:PREFIX], 0.5)
+BESIDE = itertools.product(("compacted", "sealed compacted"), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"), rest_nightly(BESIDE, ("sealed compacted", True))
+)
+def test_requests_and_a_compaction_beside_them_come_to_what_each_does_alone(
+    kind: str, samples: bool
+) -> None:
+    """``samples``: where the logits are, so that a step of the others flies while the
+    compaction takes its own."""
+    others = [list(text(60 + 30 * i, 4000)) for i in range(3)]
+    params = [
+        SamplingParams(max_new_tokens=40, ignore_eos=True),
+        SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.8, seed=2),
+        SamplingParams(max_new_tokens=35, ignore_eos=True, frequency_penalty=0.5),
+    ]
+    alone = [one.token_ids for one in llm("torch", kind).generate(others, params)]
+    apart = sharing(kind)
+    made = apart.compact(prompt()[:PREFIX], 0.5)
+    [behind] = apart.generate([prompt()], PARAMS)
+    engine = sharing(kind)
+    if samples:
+        engine.engine.session = SamplesThere(engine.session)
+    begun, taken = threading.Event(), itertools.count()
+    requests = [engine.sequence(*one) for one in zip(others, params, strict=True)]
+    pending = engine.thread.submit(
+        requests, lambda _: begun.set() if next(taken) == 3 else None
+    )
+    assert begun.wait(30)
+    beside = engine.compact(prompt()[:PREFIX], 0.5)
+    running = [request.answered for request in requests]
     engine.thread.wait(pending)
-    assert request.answer == expected
-    forget(engine)
+    assert [request.answer for request in requests] == alone
+    assert max(running) > 1
+    assert (beside.lane_tokens, beside.bytes) == (made.lane_tokens, made.bytes)
+    assert engine.generate([prompt()], PARAMS)[0].token_ids == behind.token_ids
+    for one in (apart, engine):
+        forget(one)

@@ -25,6 +25,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import TextStream
 from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import LIMITS, llm, text
 
@@ -184,7 +185,7 @@ def test_a_fault_of_the_thread_reaches_every_caller(
 def test_answers_that_ended_before_a_failing_step_are_delivered(
     engine: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = engine.sequence(PROMPTS[0], LONG)
+    late = engine.sequence([*PROMPTS[0]], LONG)
     late.deadline = time.perf_counter()
 
     def faulty() -> NoReturn:
@@ -232,7 +233,7 @@ def test_a_callback_that_waits_for_the_engine_is_refused(engine: LLM) -> None:
                 wait()
             refused.append(said.value)
 
-    sequence = engine.sequence(PROMPTS[1], PARAMS)
+    sequence = engine.sequence([*PROMPTS[1]], PARAMS)
     assert engine.thread.submit([sequence], ask).done.wait(30)
     assert until(lambda: len(refused) >= 3)
 
@@ -276,6 +277,7 @@ import threading, time
 from tests.support.runtime_cases import llm
 from kvlathe.runtime.requests import engine_thread
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import TextStream
 class Late(type(engine_thread._running)):  # whoever asks is slow where it counts
     def add(self, thread):
         time.sleep(0.3)
@@ -301,3 +303,32 @@ def test_the_interpreter_ends_while_an_engine_runs() -> None:
         timeout=300,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "bye"), done.stderr
+
+
+@pytest.mark.parametrize("where", ["push", "close"])
+def test_a_text_that_cannot_be_decoded_ends_its_own_request_alone(
+    engine: LLM, alone: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer's library panics at a token, which is a refusal by then."""
+    sequences = [engine.sequence([*prompt], PARAMS) for prompt in PROMPTS[:4]]
+
+    def refused(*_: object) -> NoReturn:
+        raise KvlatheError("tokens cannot be decoded")
+
+    broken = sequences[2].text
+    assert broken is not None
+    own = getattr(TextStream, where)
+
+    def maybe(stream: TextStream, *given: int) -> object:
+        asked = stream is broken and (where == "close" or sequences[2].answered > 2)
+        return refused() if asked else own(stream, *given)
+
+    monkeypatch.setattr(TextStream, where, maybe)
+    done = engine.thread.submit(sequences, lambda _: None)
+    assert done.done.wait(60)
+    assert sequences[2].finish_reason == "error"
+    assert "cannot be decoded" in str(sequences[2].error)
+    for index in (0, 1, 3):
+        assert sequences[index].finish_reason == "length"
+        assert sequences[index].answer == alone[index]
+    assert engine.generate([PROMPTS[0]], PARAMS)[0].token_ids == alone[0]
