@@ -40,6 +40,8 @@ STORED = {
     "g_idx": ("I32", "I64"),
 }
 """Part -> the dtypes in which checkpoints have it."""
+AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""AutoRound's name of a layout (github.com/intel/auto-round) -> whose it is."""
 SAMPLE, SAMPLED = 128, 8
 """Inputs of a map that say where its zeros are, and maps that are asked."""
 FORMATS = {True: "gptq", False: "gptq_v2"}
@@ -86,6 +88,8 @@ def read_packing(said: Settings) -> Packing:
     """Read ``quantization_config`` of GPTQ or AWQ. Raises KvlatheError for codes that
     are not read."""
     method = said.get("quant_method")
+    if method == "auto-round":
+        method = AUTO_ROUND.get(str(said.get("packing_format")), method)
     if method == "gptq":
         stored = said.get("checkpoint_format") or "gptq"
         known = stored in ("gptq", "gptq_v2")

@@ -231,6 +231,15 @@ def test_checkpoints_in_unknown_codes_are_refused(said: dict[str, Any]) -> None:
         read_packing(said)
 
 
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_auto_round_writes_in_the_layouts_of_others(layout: str) -> None:
+    said = {"bits": 4, "group_size": 64, "sym": True, "quant_method": layout}
+    own = {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{layout}"}
+    assert read_packing(said | own) == read_packing(said)
+    with pytest.raises(KvlatheError, match="by 'auto-round'"):
+        read_packing(said | own | {"packing_format": "auto_round"})
+
+
 # -- folders that are not what they say -------------------------------------------------
 MUTATED = {
     "gptq": Packing("gptq", 4, GROUP, True, True),
