@@ -15,7 +15,7 @@ from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
 from kvlathe.export.model.recurrence import recur
 from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
-from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.experts import ExpertWeights, choose_experts, run_experts
 from kvlathe.layers.gated import HeadOutputs, HeadPlaces
 from kvlathe.layers.mixers import MixerParts, Spans, mix
 from kvlathe.layers.routing import Routing
@@ -158,7 +158,21 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = ExpertWeights(**dict(self.named_parameters()))
+        # Only CPUs run graphs of float32: there a loop over what is chosen pays.
+        if torch.compiler.is_exporting() and x.dtype == torch.float32:
+            return self._node(x, weights)
         return run_experts(x, weights, self.routing, self.activation)
+
+    def _node(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """The node ``kvlathe::Experts``, whose meaning is export/onnx/experts.py."""
+        chosen = choose_experts(x, weights, self.routing)
+        return torch.onnx.ops.symbolic(
+            "kvlathe::Experts",
+            [x, *chosen, *weights.parts],
+            dtype=x.dtype,
+            shape=tuple(x.shape),
+            version=1,
+        )
 
 
 def routing_of(experts: Experts) -> Routing:

@@ -29,8 +29,9 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     >>> powers_of_two(torch.tensor([126, 127, 130], dtype=torch.uint8))
     tensor([0.5000, 1.0000, 8.0000])
     """
-    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
-    return powers.masked_fill(exponents == NO_EXPONENT, torch.nan)
+    return torch.ldexp(
+        torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS
+    ).masked_fill(exponents == NO_EXPONENT, torch.nan)
 
 
 def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -238,8 +238,9 @@ class ScaledMap:
         """[..., R, G] float32"""
         *lead, outputs, inputs = shape
         stored = self._part(self.scheme.parts.scales)
-        is_exponent = stored.dtype == torch.uint8
-        scales = powers_of_two(stored) if is_exponent else stored.float()
+        scales = (
+            powers_of_two(stored) if stored.dtype == torch.uint8 else stored.float()
+        )
         scales = scales.reshape(*lead, *self.scheme.blocks(outputs, inputs))
         if not self.scheme.parts.whole:
             return scales

@@ -189,16 +189,17 @@ def _fp8(said: Settings) -> Scaling:
 
 
 def _fbgemm(said: Settings) -> Scaling:
-    rule = Rule(ALL, Scheme(E4M3, CHANNEL, PLAIN))
-    return Scaling((rule,), _ignored(said), (_rounds_inputs("to FP8 (dynamic)"),))
+    rules = (Rule(ALL, Scheme(E4M3, CHANNEL, PLAIN)),)
+    return Scaling(rules, _ignored(said), (_rounds_inputs("to FP8 (dynamic)"),))
 
 
 def _compressed(said: Settings) -> Scaling:
     sparse = _fields(said.get("sparsity_config") or {}, "sparsity_config")
     if sparse.get("format", "dense") != "dense":
         raise not_read("and sparse", f"{sparse['format']!r:.60} is not read")
-    turned = _fields(said.get("transform_config") or {}, "transform_config")
-    if turned.get("config_groups"):
+    if _fields(said.get("transform_config") or {}, "transform_config").get(
+        "config_groups"
+    ):
         raise not_read("and rotated", "no record turns its activations")
     groups = _fields(said.get("config_groups") or {}, "config_groups")
     rules: list[Rule] = []
@@ -208,9 +209,15 @@ def _compressed(said: Settings) -> Scaling:
         if own.get("input_activations"):
             rounded.add(_bits(_fields(own["input_activations"], "input_activations")))
         if own.get("weights"):
-            form = own.get("format") or said.get("format")
-            scheme = _compressed_scheme(form, _fields(own["weights"], "weights"))
-            rules.append(Rule(Names(_texts(own.get("targets"), "targets")), scheme))
+            rules.append(
+                Rule(
+                    Names(_texts(own.get("targets"), "targets")),
+                    _compressed_scheme(
+                        own.get("format") or said.get("format"),
+                        _fields(own["weights"], "weights"),
+                    ),
+                )
+            )
     notes = [_rounds_inputs(f"to {', '.join(sorted(rounded))}")] if rounded else []
     return Scaling(_ordered(rules), _ignored(said), (*notes, *_cache(said)))
 

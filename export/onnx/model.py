@@ -30,12 +30,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvlathe.base.console import log
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
+from kvlathe.export.model.blocks import routing_of
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.weights_file import DTYPES, Place, wiring, write_weights
 from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
+from kvlathe.export.onnx.experts import NAME as EXPERTS
+from kvlathe.export.onnx.experts import experts_function, part_names
 from kvlathe.export.onnx.recur import recurrence_functions
 from kvlathe.plan.manifest import WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
@@ -113,7 +116,17 @@ def _graph(
     proto.functions.append(attend_function(plan.part(stage), TYPES[dtype], opset))
     if any(plan.model.states):
         proto.functions.extend(recurrence_functions(opset))
+    if any(node.op_type == EXPERTS for node in proto.graph.node):
+        proto.functions.append(_experts(spec, opset))
     return proto
+
+
+def _experts(spec: DecoderSpec, opset: int) -> onnx.FunctionProto:
+    family, experts = spec.family, spec.family.experts
+    assert experts is not None
+    names, routing = part_names(experts.gated, experts.biased), routing_of(experts)
+    with _quiet():
+        return experts_function(names, routing, family.activation, opset)
 
 
 # -- trace -----------------------------------------------------------------------------

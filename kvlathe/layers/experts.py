@@ -30,6 +30,15 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     correction: Tensor | None = None
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """What experts have of their own, as PARTS orders it."""
+        found = [getattr(self, name) for name in PARTS]
+        return [part for part in found if part is not None]
+
+
+PARTS = ("up", "down", "gate", "up_bias", "down_bias", "gate_bias")
+
 
 def run_experts(
     x: Tensor, weights: ExpertWeights, routing: Routing, activation: str
@@ -38,24 +47,55 @@ def run_experts(
 
     Every expert computes every token, and those that were not chosen count 0: three
     products that every runtime has, and that can be captured. They cost E / chosen
-    times the chosen ones' (docs/models.md).
+    times the chosen ones', which graphs for CPUs compute alone (export/onnx/experts.py).
     """
-    shares = _shares(x, weights, routing).to(x.dtype)  # [T, E]
+    values, places = choose_experts(x, weights, routing)
+    shares = _shares(values, places, weights).to(x.dtype)  # [T, E]
     by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
-    up = _biased(every @ weights.up, weights.up_bias)
-    if weights.gate is None:
-        inner = ACTIVATIONS[activation](up)
-    else:
-        gate = _biased(every @ weights.gate, weights.gate_bias)
-        inner = _gated(gate, up, routing, activation)
+    inner = _inner(every, weights, routing, activation)
     out = ((inner * by_expert) @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 
 
+def run_expert(
+    x: Tensor, weights: ExpertWeights, routing: Routing, activation: str
+) -> Tensor:
+    """x [T, D] -> [T, D]: the MLP of one expert, whose ``gate``, ``up`` and ``down`` are
+    [D, I] and [I, D], and biases [1, I] and [D]."""
+    inner = _inner(x, weights, routing, activation)
+    return _biased(inner @ weights.down, weights.down_bias)
+
+
+def choose_experts(
+    x: Tensor, weights: ExpertWeights, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """x [T, D] -> what each chosen expert counts [T, chosen], float32, and which they
+    are, [T, chosen]."""
+    router = weights.router
+    # Sigmoids lie close together, and so do scores that a correction chooses among.
+    if routing.scores == "sigmoid" or weights.correction is not None:
+        x, router = x.float(), router.float()
+    logits = x @ router
+    if weights.router_bias is not None:
+        logits = logits + weights.router_bias
+    return choose(logits, weights.correction, routing)
+
+
 def _biased(every: Tensor, bias: Tensor | None) -> Tensor:
-    """every [E, T, I] + bias [E, 1, I]."""
+    """every [..., T, I] + bias [..., 1, I]."""
     return every if bias is None else every + bias
+
+
+def _inner(
+    x: Tensor, weights: ExpertWeights, routing: Routing, activation: str
+) -> Tensor:
+    """x [..., T, D] -> [..., T, I]"""
+    up = _biased(x @ weights.up, weights.up_bias)
+    if weights.gate is None:
+        return ACTIVATIONS[activation](up)
+    gate = _biased(x @ weights.gate, weights.gate_bias)
+    return _gated(gate, up, routing, activation)
 
 
 def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tensor:
@@ -67,16 +107,8 @@ def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tenso
     return gate * torch.sigmoid(routing.alpha * gate) * (up + 1)
 
 
-def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
+def _shares(values: Tensor, places: Tensor, weights: ExpertWeights) -> Tensor:
     """Weight of each expert for each token, [T, E] float32: 0 for most."""
-    router = weights.router
-    # Sigmoids lie close together, and so do scores that a correction chooses among.
-    if routing.scores == "sigmoid" or weights.correction is not None:
-        x, router = x.float(), router.float()
-    logits = x @ router
-    if weights.router_bias is not None:
-        logits = logits + weights.router_bias
-    values, places = choose(logits, weights.correction, routing)  # [T, chosen]
-    experts = torch.arange(logits.shape[-1], device=x.device)
+    experts = torch.arange(weights.router.shape[-1], device=values.device)
     is_chosen = places.unsqueeze(-1) == experts  # [T, chosen, E]
     return (is_chosen * values.unsqueeze(-1)).sum(-2)
