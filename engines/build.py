@@ -12,8 +12,8 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,11 @@ def build(config: BuildConfig) -> Path:
         tell(kept.measured)
         return config.output_dir
     job = prepare(order)
-    with appearing(config.output_dir, config.overwrite) as folder, within(job):
+    with (
+        appearing(config.output_dir, config.overwrite) as folder,
+        within(job),
+        _telling_what_stays(config),
+    ):
         lost = _make(job, folder, began)
     if config.use_cache:
         if kept is not None:  # it was not measured, or not for so long
@@ -140,6 +144,20 @@ def build(config: BuildConfig) -> Path:
             cache.keep(order.key, config.output_dir)
     tell(lost)
     return config.output_dir
+
+
+@contextmanager
+def _telling_what_stays(config: BuildConfig) -> Generator[None]:
+    """Say what an interrupted build leaves for the next one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if config.use_cache:
+            log.info(
+                "statistics and prices that were finished are in the cache: the same "
+                "build goes on from there"
+            )
+        raise
 
 
 def _is_measured(kept: Manifest, config: BuildConfig) -> bool:

@@ -216,6 +216,27 @@ def test_the_log_names_every_long_step_before_it_begins(
     assert list(dict.fromkeys(last)) == list(steps)
 
 
+def test_an_interrupted_build_says_what_the_next_one_finds(
+    request_for: Callable[..., BuildConfig],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = request_for(compression="fdc", seed=78, removal_rate=0.15)
+    with monkeypatch.context() as patch, caplog.at_level("INFO", "kvlathe"):
+        patch.setattr("kvlathe.engines.build._export", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(config)
+    assert any("goes on from there" in said for said in caplog.messages)
+    assert not config.output_dir.exists()
+    caplog.clear()
+    with caplog.at_level("INFO", "kvlathe"):
+        build(config)
+    assert any("calibrated before" in said for said in caplog.messages)
+
+
 def test_a_changed_weight_is_refused(engine: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(engine, tmp_path / "copy")
     with (copy / "model.onnx.data").open("r+b") as file:
