@@ -101,7 +101,7 @@ def read_packing(said: Settings) -> Packing:
     else:
         raise not_read(
             f"by {method!r:.60}",
-            "read are GPTQ, AWQ, FP8, compressed-tensors and ModelOpt",
+            "read are GPTQ, AWQ, FP8, compressed-tensors, ModelOpt and bitsandbytes",
         )
     if not known:
         raise not_read(f"in the layout {stored!r:.60}", f"{method} is not read so")

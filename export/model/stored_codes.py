@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model.bitsandbytes import FourBit, FourBitMap, read_four_bit
 from kvlathe.export.model.packed import (
     HeaderOf,
     PackedMap,
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from kvlathe.export.model.spec import Settings
 
 log = logging.getLogger("kvlathe")
-CodedMap = PackedMap | ScaledMap
+CodedMap = PackedMap | ScaledMap | FourBitMap
+Form = Packing | Scaling | FourBit
 WORDS = ".qweight"
 PACKED = "_packed"
 
 
-def read_codes(config: Settings) -> Packing | Scaling | None:
+def read_codes(config: Settings) -> Form | None:
     """Read from config.json how the weights are codes; None where they are numbers.
     Raises KvlatheError for codes that are not read."""
     text = config.get("text_config")
@@ -47,7 +49,7 @@ def read_codes(config: Settings) -> Packing | Scaling | None:
         return None
     if not isinstance(said, dict):
         raise not_read(f"as {said!r:.60} says", "that is no quantization_config")
-    return read_scaling(said) or read_packing(said)
+    return read_scaling(said) or read_four_bit(said) or read_packing(said)
 
 
 class StoredCodes:
@@ -55,11 +57,11 @@ class StoredCodes:
     give its tensors. ``packing``: integers that an engine of as many bits may keep as
     they are; None where there are none."""
 
-    def __init__(
-        self, form: Packing | Scaling | None, header_of: HeaderOf, read: Read
-    ) -> None:
+    def __init__(self, form: Form | None, header_of: HeaderOf, read: Read) -> None:
         self._form, self._header, self._read = form, header_of, read
-        self.packing = form.packing if isinstance(form, Scaling) else form
+        self.packing = form if isinstance(form, Packing) else None
+        if isinstance(form, Scaling):
+            self.packing = form.packing
 
     def __bool__(self) -> bool:
         return self._form is not None
@@ -72,6 +74,9 @@ class StoredCodes:
             return None
         if isinstance(form, Scaling):
             return self._scaled(form, name)
+        if isinstance(form, FourBit):
+            found = self._header(f"{name}{form.state}")
+            return found and FourBitMap(form, name, self._read, self._header)
         base = name.removesuffix(".weight")
         if self._header(f"{base}{WORDS}") is None:
             return None
@@ -104,7 +109,7 @@ class StoredCodes:
         if isinstance(self._form, Packing):
             packed = [one for one in maps if isinstance(one, PackedMap)]
             self._form = self.packing = resolved(self._form, packed)
-        elif self._form is not None:
+        elif isinstance(self._form, Scaling):
             for note in self._form.notes:
                 log.warning("%s", note)
 

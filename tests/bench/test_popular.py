@@ -27,5 +27,5 @@ def test_shares_weigh_models_alike_and_by_downloads() -> None:
 
 def test_formats_are_read_as_checkpoints_are() -> None:
     refused = {form for form in SAID if not reads(form)}
-    assert refused == {"bitsandbytes", "mlx", "fp8 and fp4"}
+    assert refused == {"mlx", "fp8 and fp4"}
     assert not Popular(1, "a", "llama", "mxfp4").is_read

@@ -260,7 +260,7 @@ def test_patterns_name_modules_as_toolkits_mean_them(
             "transform_config": {"config_groups": {"R1": {}}},
         },
         {"quant_method": ["fp8"]},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "quark"},
         ["fp8"],
     ],
