@@ -11,6 +11,7 @@ from kvlathe.export.families.experts import (
     EXPERTS,
     SHARED,
     WITHOUT_MLP,
+    plain_layers,
     with_dense,
 )
 from kvlathe.export.families.family import Experts, Family, Mixer
@@ -76,10 +77,7 @@ def qwen3_next(config: Qwen3NextConfig) -> Family:
         experts=_experts(config),
         settings=COUNTS,
     )
-    step, plain = config.decoder_sparse_step, config.mlp_only_layers or ()
-    layers = range(config.num_hidden_layers)
-    dense = [i for i in layers if i in plain or (i + 1) % step]
-    return with_dense(family, dense, config.intermediate_size)
+    return with_dense(family, plain_layers(config), config.intermediate_size)
 
 
 def qwen3_5(config: Qwen3_5TextConfig) -> Family:
@@ -119,8 +117,8 @@ def _gated(
 
 def _attention() -> dict[str, str]:
     """Names of a layer's attention and of norms: queries and gates lie in turn."""
-    names = {role: x for role, x in WITHOUT_MLP.items() if role != "q"} | QK_NORMS
-    return names | {"q_out_gate": NAMES["q"]}
+    own = {"q_out_gate": NAMES["q"], **QK_NORMS}
+    return own | {role: x for role, x in WITHOUT_MLP.items() if role != "q"}
 
 
 def _with_experts() -> dict[str, str]:

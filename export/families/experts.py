@@ -114,7 +114,7 @@ def qwen2_moe(config: Qwen2MoeConfig) -> Family:
         qkv_bias=bool(config.qkv_bias),
         windows=sliding_layers(config),
     )
-    return with_dense(family, _plain_layers(config), config.intermediate_size)
+    return with_dense(family, plain_layers(config), config.intermediate_size)
 
 
 def qwen3_moe(config: Qwen3MoeConfig) -> Family:
@@ -126,7 +126,7 @@ def qwen3_moe(config: Qwen3MoeConfig) -> Family:
         out_bias=config.attention_bias,
         windows=(window or 0,) * config.num_hidden_layers,
     )
-    return with_dense(family, _plain_layers(config), config.intermediate_size)
+    return with_dense(family, plain_layers(config), config.intermediate_size)
 
 
 def mellum(config: MellumConfig) -> Family:
@@ -194,7 +194,7 @@ def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig | MellumConfig) -> Family:
     )
 
 
-def _plain_layers(config: Sparse) -> tuple[int, ...]:
+def plain_layers(config: Sparse) -> tuple[int, ...]:
     """Layers that have no experts, as Qwen's models count them."""
     step, plain = config.decoder_sparse_step, config.mlp_only_layers or ()
     layers = range(config.num_hidden_layers)

@@ -82,9 +82,10 @@ def lfm3(config: Lfm3Config) -> Family:
     layers."""
     kinds = config.layer_types or ()
     mixes, lacks = mixing_layers(kinds, "conv")
-    gates = LFM3_GATES if config.use_attention_gate else {}
     return Family(
-        names=LFM3 | gates | (LFM3_NORMS if config.use_sandwich_norm else {}),
+        names=LFM3
+        | (LFM3_GATES if config.use_attention_gate else {})
+        | (LFM3_NORMS if config.use_sandwich_norm else {}),
         norm="rms",
         norm_eps=config.norm_eps,
         activation="silu",

@@ -219,8 +219,9 @@ class DecoderLayer(nn.Module):
                 spec.hidden_size, spec.out_gates, biased, dtype, form
             )
         if widths.outputs:
-            size = spec.shape.value_dim(layer)
-            self.lift = HeadOutputBlock(widths.outputs, size, dtype)
+            self.lift = HeadOutputBlock(
+                widths.outputs, spec.shape.value_dim(layer), dtype
+            )
 
     def whole_heads(self, o: Tensor) -> Tensor:
         return o if self.lift is None else self.lift(o)

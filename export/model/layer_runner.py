@@ -179,11 +179,12 @@ def first_states(hidden: Tensor, numbers: int) -> FirstStates:
     """Those of one whole sequence, hidden [T, D]: states are zeros."""
     if not numbers:
         return {"spans": None, "states": None}
-    tokens = len(hidden)
-    offsets = torch.arange(tokens, device=hidden.device)
-    ends = torch.tensor([0, tokens], device=hidden.device)
-    spans = Spans.of(ends, offsets, tokens, 1)
-    return {"spans": spans, "states": hidden.new_zeros(1, numbers)}
+    tokens, device = len(hidden), hidden.device
+    ends = torch.tensor([0, tokens], device=device)
+    return {
+        "spans": Spans.of(ends, torch.arange(tokens, device=device), tokens, 1),
+        "states": hidden.new_zeros(1, numbers),
+    }
 
 
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:

@@ -74,8 +74,7 @@ def _role_shapes(
         return {names[0]: (width,)}
     found = {}
     inputs = own.inner if role == "out" else spec.hidden_size
-    outputs = _outputs(spec, mixer, role)
-    for name, rows in zip(names, outputs, strict=True):
+    for name, rows in zip(names, _outputs(spec, mixer, role), strict=True):
         found[f"{name}.weight"] = (rows, inputs)
         if mixer.bias:
             found[f"{name}.bias"] = (rows,)
@@ -87,8 +86,7 @@ def _channels(mixer: Mixer) -> tuple[int, ...]:
     queries, keys and values."""
     own = mixer.mixing
     keys = own.groups * own.key_dim
-    apart = len(mixer.names["conv"]) > 1
-    return (keys, keys, own.inner) if apart else (own.channels,)
+    return (keys, keys, own.inner) if len(mixer.names["conv"]) > 1 else (own.channels,)
 
 
 def _outputs(spec: DecoderSpec, mixer: Mixer, role: str) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def test_pieces_of_any_size_equal_one_token_after_the_other(
 
 
 @pytest.mark.parametrize("with_strengths", [True, False])
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 150])
 def test_a_graph_computes_the_same(tokens: int, with_strengths: bool) -> None:
     given, states = rows(3, tokens, with_strengths)
     names = [
