@@ -105,9 +105,7 @@ class AttendLayer(nn.Module):
         u = self.plan.index.unit
         q, k = self.prepare(q, k, step.cos, step.sin)
         k, v = self._hot(k, 0), self._hot(v, 1)
-        rows = gathered(k.transpose(0, 1).flatten(1), self.table("row_units"), u)
-        if not self.plan.index.values_in_keys:
-            rows = torch.cat([rows, v], -1)
+        rows = self._rows(k.transpose(0, 1).flatten(1), v)
         k, v = k.to(self.dtype), v.to(self.dtype)
         v = gathered(v, self.table("v_units"), u).transpose(0, 1)
         if step.places is not None:
@@ -122,6 +120,14 @@ class AttendLayer(nn.Module):
             if not self.plan.index.observes
             else (o, rows, self.mass(q, k, step))
         )
+
+    def _rows(self, k: Tensor, v: Tensor) -> Tensor:
+        """The rows to append from k [T, H * Rk] and packed v."""
+        index, units = self.plan.index, self.table("row_units")
+        if index.some_in_keys:
+            return gathered(torch.cat([k, v], -1), units, index.unit)
+        rows = gathered(k, units, index.unit)
+        return rows if index.values_in_keys else torch.cat([rows, v], -1)
 
     # -- fresh tokens ------------------------------------------------------------------
     def prepare(

@@ -46,9 +46,9 @@ class PlanFacts:
         packed q and k are reshaped, not gathered."""
         input_dims = {lane.input_dim for lane in self._active}
         ropes = {lane.rope for lane in self._active}
-        groups = {self.plan.model.group(lane.layer) for lane in self._active}
-        counts = len(input_dims), len(ropes), len(groups)
-        return counts == (1, 1, 1) and "planes" not in ropes
+        if len({self.plan.model.group(lane.layer) for lane in self._active}) > 1:
+            return False
+        return len(input_dims) == len(ropes) == 1 and "planes" not in ropes
 
     @cached_property
     def rope(self) -> bool:
@@ -130,7 +130,8 @@ class LayerTables(dict[str, Int32]):
         q_partners, k_partners                           the same for the other half of each RoPE pair
         cos_columns [H, 1, W], sin_columns [H, 1, W]     columns of [cos, 1] and of [-sin, sin, 0]
         v_units [H, Rv/u]                                units of packed v
-        row_units [(sum rank_k)/u], o_units              units of [H, Rk] (of [H, G, Rv]) that packing keeps
+        row_units [(sum rank_k)/u], o_units              units of [H, Rk] (of [H, G, Rv]) that packing keeps; where
+                                                         V is in K in some layers alone, of [H, Rk] and packed v
         lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (-1: absent)
         k_units_s [Hs, 1, 1, 1, Rk/u], v_units_s         unit rows of token 0 from the page's start, 16 and 32 bit
         k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
@@ -226,7 +227,11 @@ class LayerTables(dict[str, Int32]):
         self._put(
             "v_units", _padded(np.cumsum(ranks_v) - ranks_v, ranks_v, self.Rv // u)
         )
-        self._put("row_units", _kept(ranks_k, self.Rk // u))
+        of_k = _kept(ranks_k, self.Rk // u)
+        if self.plan.index.some_in_keys:  # K and V of rows are gathered together
+            apart = 0 if self.lanes[0].values_in_keys else int(ranks_v.sum())
+            of_k = np.concatenate([of_k, self.H * self.Rk // u + np.arange(apart)])
+        self._put("row_units", of_k)
         self._put("o_units", _kept(np.repeat(ranks_v, g), self.Rv // u))
 
     # -- pages -------------------------------------------------------------------------

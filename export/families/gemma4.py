@@ -75,8 +75,11 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         )
     layers = range(config.num_hidden_layers)
     own = [config.per_layer_config[layer] for layer in layers]
-    heads = [HeadShape(one.num_key_value_heads, one.head_dim) for one in own]
     sources = _sources(config)
+    heads: list[HeadShape] = []
+    for one, kind in zip(own, config.layer_types or (), strict=True):
+        turned = _turned(config, one.head_dim) if kind == FULL and not sources else 0
+        heads.append(HeadShape(one.num_key_value_heads, one.head_dim, turned))
     names = NAMES | FOUR_NORMS | QK_NORMS | {"scalar": f"{LAYER}layer_scalar"}
     wide = _readers(sources) if config.use_double_wide_mlp else ()
     return Family(
@@ -104,6 +107,17 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         beside=_unread(sources),
         settings=("final_logit_softcapping",),
     )
+
+
+def _turned(config: Gemma4TextConfig | Gemma4UnifiedTextConfig, head_dim: int) -> int:
+    """Dims that RoPE turns of a full layer's keys, where values are what keys are made
+    of, and fewer than all dims turn."""
+    parameters = (config.rope_parameters or {}).get(FULL) or {}
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if not config.attention_k_eq_v or parameters.get("rope_type") != "proportional":
+        return 0
+    turned = 2 * int(share * head_dim // 2)
+    return turned if turned < head_dim else 0
 
 
 def _sources(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> tuple[int, ...]:

@@ -94,7 +94,8 @@ def _makers(
         lanes = folds[plan.model.source(layer)]
         makers |= _inputs(checkpoint, layer, lanes)
         makers |= _outputs(checkpoint, plan, layer, lanes)
-        if spec.family.value_norm and plan.model.source(layer) == layer:
+        maps = not any(lane.values_in_keys for lane in plan.index.active(layer))
+        if spec.family.value_norm and plan.model.source(layer) == layer and maps:
             makers |= _value_maps(layer, lanes, device)
         if plan.index.projected:
             makers |= _projections(layer, lanes, device)
@@ -157,9 +158,10 @@ def _value_maps(
     widest = max(lane.v.shape[1] for lane in lanes)
     maps = torch.stack([pad(lane.v, len(lane.v), widest) for lane in lanes])
     bias = torch.cat([-lane.shift_v @ lane.v for lane in lanes])
-    found = {"maps": maps, "bias": bias}
-    at = f"layers.{layer}.v_map."
-    return {f"{at}{name}": partial(x.float().to, device) for name, x in found.items()}
+    return {
+        f"layers.{layer}.v_map.maps": partial(maps.float().to, device),
+        f"layers.{layer}.v_map.bias": partial(bias.float().to, device),
+    }
 
 
 def _columns(

@@ -70,6 +70,8 @@ def lane_folds(
 
 def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     _check_lane(spec, lane, given)
+    if spec.heads(lane.layer).turned and lane.values_in_keys:
+        return _as_it_is(spec, lane)
     d, width, rank = spec.heads(lane.layer).head_dim, lane.input_dim, lane.rank_k
     value_dim = spec.shape.value_dim(lane.layer)
     picked = _eye(d, d)[:, _dims(lane, d)]
@@ -102,6 +104,24 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     )
 
 
+def _as_it_is(spec: DecoderSpec, lane: Lane) -> LaneFold:
+    """The fold of a lane whose keys the layer makes of values: nothing enters weights."""
+    d = spec.heads(lane.layer).head_dim
+    same, through = _eye(d, d), _eye(lane.input_dim, lane.rank_k)
+    return LaneFold(
+        head=lane.head,
+        q=same,
+        k=same,
+        shift_k=_zeros(d),
+        proj_q=through,
+        proj_k=through,
+        centre=_zeros(lane.rank_k),
+        v=_eye(d, lane.rank_v),
+        out=_eye(lane.rank_v, d),
+        shift_v=_zeros(d),
+    )
+
+
 def _check_centres(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
     centres = [x for x in (given.centre_k, given.centre_v) if x is not None]
     if not spec.shape.shifts and any(x.any() for x in centres):
@@ -129,12 +149,13 @@ def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
         )
 
     d, planes = spec.heads(lane.layer).head_dim, lane.planes
-    if spec.family.latent is not None and given != LaneBasis():
+    if lane.values_in_keys and given != LaneBasis():
         refuse(
             "has a basis",
             "its V is a part of its K, and both are as the model has them",
         )
-    if (lane.rope == "none") != (spec.rope is None):
+    made_once = lane.values_in_keys and spec.heads(lane.layer).turned > 0
+    if not made_once and (lane.rope == "none") != (spec.rope is None):
         refuse(
             f"has RoPE {lane.rope!r}",
             f"the model has {'no RoPE' if spec.rope is None else 'RoPE'}",

@@ -128,6 +128,17 @@ def _one_form(compression: Compression, joined: Decision) -> Decision:
     return dataclasses.replace(joined, cold=joined.cold_of_shared)
 
 
+def _stores_once(joined: Decision) -> bool:
+    """Whether values that keys are made of may be stored as a part of them: nothing
+    turns, scales or removes heads, and full pages write both alike."""
+    cold = joined.cold_of_shared or joined.cold
+    if joined.turn or joined.scales or joined.removed or joined.compacts:
+        return False
+    if joined.hadamard not in ("auto", "none") or joined.score or joined.split:
+        return False
+    return cold is None or cold.has_one_form
+
+
 def verify(
     compression: Compression, options: RankOptions, page_tokens: int
 ) -> Decision:
@@ -211,7 +222,7 @@ def compose(
             given = _statistics(one.name, stats)
             target = one.overruling(options)
             return _with_ranks(compression, rotate, joined, given, target, settings)
-    whole = Decision(full_lanes(shape, rope))
+    whole = Decision(full_lanes(shape, rope, _stores_once(joined)))
     return _composed(compression, shape, whole, joined, stats, settings)
 
 

@@ -61,19 +61,20 @@ def groups(
     new tokens; full pages change theirs as was chosen."""
     made: list[Group] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
-        by_life: dict[tuple[Life, int], list[int]] = {}
+        by_life: dict[tuple[Life, int, bool], list[int]] = {}
         for i, lane in enumerate(lanes):
             if lane.layer in layers and not lane.removed:
                 apart = i if chosen.apart else 0
-                by_life.setdefault((lives[i], apart), []).append(i)
+                by_life.setdefault((lives[i], apart, lane.values_in_keys), []).append(i)
         if chosen.split:
             tiers, shares = zip(*chosen.split, strict=True)
             kept = sorted(lane for of_life in by_life.values() for lane in of_life)
             made.append(Group(tuple(kept), hot, tiers, Divide(shares)))
             continue
-        cold = () if chosen.cold is None else (chosen.cold,)
-        for (life, _), of_life in by_life.items():
-            made.append(Group(tuple(of_life), hot, cold, life))
+        for (life, _, once), of_life in by_life.items():
+            tier = chosen.cold_of_shared if once and chosen.cold else None
+            tier = tier or chosen.cold
+            made.append(Group(tuple(of_life), hot, (tier,) if tier else (), life))
     return tuple(made)
 
 

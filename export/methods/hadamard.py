@@ -39,7 +39,7 @@ def rotated(
     rotated_basis = Basis(basis)
     rotated_lanes = []
     for lane in lanes:
-        if not lane.removed:
+        if not lane.removed and not lane.values_in_keys:
             at = (lane.layer, lane.head)
             given = rotated_basis.get(at, LaneBasis())
             if "k" in named:
@@ -59,7 +59,9 @@ def _costless(lanes: tuple[Lane, ...], tier: Tier) -> str:
     something).
     """
     k = tier.k.along_rank and any(
-        lane.projected or lane.rope == "none" for lane in lanes
+        lane.projected or lane.rope == "none"
+        for lane in lanes
+        if not lane.values_in_keys
     )
     v = tier.v.along_rank
     return "k" * k + "v" * v

@@ -17,7 +17,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.method import Decision
 from kvlathe.export.methods.options import DEFAULT_RATE, RankOptions
 from kvlathe.plan.groups import Group
-from kvlathe.plan.heads import RANK_MULTIPLE, Lane, ModelShape
+from kvlathe.plan.heads import RANK_MULTIPLE, HeadShape, Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.plan.plan import CompressionPlan
@@ -28,16 +28,32 @@ STEP = 0.01
 """The share of the ranks by which a plan comes down to a share of the bytes."""
 
 
-def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
-    """Every lane whole: the uncompressed model."""
-    kind = "full" if rope else "none"
-    once = shape.latent > 0
+def full_lanes(shape: ModelShape, rope: bool, once: bool = False) -> tuple[Lane, ...]:
+    """Every lane whole: the uncompressed model. ``once``: values that keys are made of
+    are stored as a part of them."""
+    once = once or shape.latent > 0
     lanes: list[Lane] = []
     for layer, head in shape.places:
-        d, of_value = shape.heads(layer).head_dim, shape.value_dim(layer)
+        heads = shape.heads(layer)
+        d, of_value = heads.head_dim, shape.value_dim(layer)
+        if once and not shape.latent:
+            lanes.append(_whole(layer, head, heads, rope))
+            continue
+        kind = "full" if rope else "none"
         ranks = allocate.whole(d), allocate.whole(of_value)
         lanes.append(Lane(layer, head, d, *ranks, kind, values_in_keys=once))
     return tuple(lanes)
+
+
+def _whole(layer: int, head: int, heads: HeadShape, rope: bool) -> Lane:
+    """A lane of a model some of whose values are a part of their keys."""
+    d = heads.head_dim
+    rank, kind = allocate.whole(d), "full" if rope else "none"
+    if not heads.turned:
+        return Lane(layer, head, d, rank, rank, kind)
+    width = d + heads.turned
+    ranks = allocate.whole(width), rank
+    return Lane(layer, head, width, *ranks, "none", values_in_keys=True)
 
 
 def low_rank(

@@ -31,7 +31,7 @@ from kvlathe.export.model.tensors import FUSED, has_bias, qk_norm_width
 from kvlathe.layers.beside import Beside
 from kvlathe.layers.decoder import OwnParts, run_layer
 from kvlathe.layers.gated import HeadPlaces
-from kvlathe.layers.latent import latent_rows
+from kvlathe.layers.latent import keys_of_values, latent_rows, turned_queries
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
@@ -43,7 +43,8 @@ class Widths:
     """Columns of a layer's q, k and v (all lanes side by side) and rows of its W_O.
     ``outputs``: where heads lie in what attention gives, where it is turned back into
     the model's dims before W_O. ``ranks``: of the values of each lane that it attends;
-    empty where they are whole."""
+    empty where they are whole. ``turned``: where keys are made of values, so many of
+    their dims are turned."""
 
     q: int
     k: int
@@ -51,15 +52,20 @@ class Widths:
     o: int
     outputs: HeadPlaces = ()
     ranks: tuple[int, ...] = ()
+    turned: int = 0
 
     @classmethod
     def folded(cls, spec: DecoderSpec, plan: CompressionPlan, layer: int) -> Widths:
         """Widths of a layer whose plan is folded into its weights."""
         lanes = plan.index.active(plan.model.source(layer))
         group = plan.model.group(layer)
+        heads = plan.model.heads(layer)
+        v = sum(lane.rank_v for lane in lanes)
+        if heads.turned and lanes[0].values_in_keys:
+            k = len(lanes) * heads.head_dim
+            return cls(q=group * k, k=k, v=v, o=group * v, turned=heads.turned)
         k = sum(lane.input_dim for lane in lanes)
         ranks = tuple(lane.rank_v for lane in lanes)
-        v = sum(ranks)
         folded = cls(q=group * k, k=k, v=v, o=group * v, ranks=ranks)
         if not spec.has_out_gates:
             return folded
@@ -196,6 +202,7 @@ class DecoderLayer(nn.Module):
         biased_k = family.qkv_bias or (spec.rope is None and apart)
         self.q = linear(inputs, widths.q, family.qkv_bias and apart, dtype, form)
         self.k = self.v = None
+        self.turned, self.value_width = widths.turned, widths.v
         if self.source == layer:
             self.k = linear(hidden, widths.k, biased_k, dtype, form)
             self._add_values(spec, layer, widths, dtype, form)
@@ -326,6 +333,8 @@ class DecoderLayer(nn.Module):
             assert self.attend is not None
             if self.is_read:
                 beside.shared[self.index] = k, v
+            if self.turned and step.cos is not None and step.sin is not None:
+                q, k = self._with_turned(q, k, v, step.cos, step.sin)
             if not self.caches:
                 k, v = beside.shared[self.source]
             o, *more = self.attend(q, k, v, step)
@@ -359,6 +368,14 @@ class DecoderLayer(nn.Module):
                 inputs = inputs.index_select(0, wanted)
             end = partial(self._end, inputs)
         return OwnParts(self.v_map, self.dense_norm, experts, end)
+
+    def _with_turned(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q and k of heads whose keys begin with their values."""
+        assert self.k_norm is not None
+        form = (self.head_dim, self.turned), (cos, sin)
+        return turned_queries(q, self.k_norm.weight, *form), keys_of_values(k, v, *form)
 
     def _beside_mlp(self, x: Tensor) -> Tensor:
         """Run experts on what the MLP reads before its norm."""

@@ -184,14 +184,15 @@ def _factor(spec: DecoderSpec, role: str, layer: int, stored: Read) -> Tensor | 
     experts = spec.family.experts_of(layer)
     if experts is None or not experts.beside:
         return 1.0
+    end = ""
     if role == "router":
-        scale = stored(_stored(spec, "router_scale", layer)).float()
-        return scale[:, None] * spec.hidden_size**-0.5  # [D, 1]
-    if role == "down":
-        scales = stored(_stored(spec, "expert_scales", layer)).float()
-        return scales[:, None, None]  # [E, 1, 1]
-    norm = stored(f"{_stored(spec, 'experts_in_norm', layer)}.weight").float()
-    return norm[:, None]  # [D, 1]
+        own, places = "router_scale", (slice(None), None)  # [D, 1]
+    elif role == "down":
+        own, places = "expert_scales", (slice(None), None, None)  # [E, 1, 1]
+    else:
+        own, places, end = "experts_in_norm", (slice(None), None), ".weight"
+    factor = stored(f"{_stored(spec, own, layer)}{end}").float()[places]
+    return factor * spec.hidden_size**-0.5 if role == "router" else factor
 
 
 def _outputs(experts: Experts, role: str) -> slice:

@@ -207,8 +207,11 @@ class _Writer:
         wide = FLOATS[max(self.facts.hot_bits)]
         by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
         units = b.reshape(by_token, 0, -1, self.plan.index.unit)
+        if self.plan.index.some_in_keys:
+            of_v = b.reshape(b.cast(v, wide), 0, -1, self.plan.index.unit)
+            units = b.op("Concat", b.cast(units, wide), of_v, axis=1)
         rows = b.cast(b.reshape(b.gather(units, "row_units", 1), 0, -1), wide)
-        if not self.plan.index.values_in_keys:
+        if not (self.plan.index.values_in_keys or self.plan.index.some_in_keys):
             rows = b.op("Concat", rows, b.cast(v, wide), axis=1)
         b.output("rows", rows)
 

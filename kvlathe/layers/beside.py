@@ -25,8 +25,9 @@ class Beside:
     def cut(self, tokens: int) -> Beside:
         """That of the first ``tokens`` tokens."""
         inputs = None if self.inputs is None else self.inputs[:tokens]
-        shared = {i: (k[:tokens], v[:tokens]) for i, (k, v) in self.shared.items()}
-        return Beside(inputs, shared)
+        return Beside(
+            inputs, {i: (k[:tokens], v[:tokens]) for i, (k, v) in self.shared.items()}
+        )
 
 
 def layer_inputs(

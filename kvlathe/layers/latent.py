@@ -36,3 +36,40 @@ def turned_ends(x: Tensor, head_dim: int, angles: Angles) -> Tensor:
     still, a, b = heads.split([head_dim - 2 * half, half, half], -1)
     turned = [still, a * cos - b * sin, b * cos + a * sin]
     return torch.cat(turned, -1).flatten(-2)
+
+
+def keys_of_values(
+    k: Tensor, v: Tensor, form: tuple[int, int], angles: Angles
+) -> Tensor:
+    """k and v [T, heads * d] of heads whose keys are their values times a weight and
+    then turned, in ``form[1]`` of their ``form[0]`` dims -> [T, heads * (d + r)]: each
+    value, and what RoPE makes of the r dims that turn."""
+    return torch.cat(
+        [v.unflatten(-1, (-1, form[0])), _turned(k, form, angles)], -1
+    ).flatten(-2)
+
+
+def turned_queries(
+    q: Tensor, weight: Tensor, form: tuple[int, int], angles: Angles
+) -> Tensor:
+    """q [T, heads * d] as it meets ``keys_of_values``: times the keys' ``weight`` [d],
+    and 0 in the dims that turn; those follow."""
+    dims, turned = form
+    half, gap = turned // 2, (dims - turned) // 2
+    a, still_a, b, still_b = (q.unflatten(-1, (-1, dims)) * weight).split(
+        [half, gap, half, gap], -1
+    )
+    none = torch.zeros_like(a), torch.zeros_like(b)
+    return torch.cat(
+        [none[0], still_a, none[1], still_b, _turned(q, form, angles)], -1
+    ).flatten(-2)
+
+
+def _turned(x: Tensor, form: tuple[int, int], angles: Angles) -> Tensor:
+    """x [T, heads * d] -> [T, heads, r]: the dims of the first r / 2 planes, turned."""
+    dims, turned = form
+    half = turned // 2
+    cos, sin = (part[:, None, :half] for part in angles)
+    heads = x.unflatten(-1, (-1, dims))
+    a, b = heads[..., :half], heads[..., dims // 2 : dims // 2 + half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

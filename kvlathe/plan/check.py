@@ -143,10 +143,15 @@ def _check_values_in_keys(plan: PlanData, refuse: Refuse) -> None:
     stored_once = [lane for lane in kept if lane.values_in_keys]
     if not stored_once:
         return
-    if not plan.model.latent or len(stored_once) < len(kept):
+    ours = {lane.layer for lane in stored_once}
+    if plan.model.latent:
+        ours |= {lane.layer for lane in kept}
+    count = sum(lane.layer in ours for lane in kept)
+    can = all(plan.model.latent or plan.model.heads(x).turned for x in ours)
+    if not can or len(stored_once) < count:
         refuse(
-            f"{len(stored_once)} of {len(kept)} lanes have their V in their K",
-            "it is all of a model whose values are a part of its keys, or none",
+            f"{len(stored_once)} of {count} lanes have their V in their K",
+            "it is all of layers whose values are a part of their keys, or none",
         )
     for lane in stored_once:
         if lane.rank_v > lane.rank_k or lane.projected or lane.rope != "none":
@@ -155,6 +160,8 @@ def _check_values_in_keys(plan: PlanData, refuse: Refuse) -> None:
                 "V is then the beginning of K, which nothing turns or projects",
             )
     for group in plan.groups:
+        if not any(plan.lanes[lane].values_in_keys for lane in group.lanes):
+            continue
         for tier in group.tiers:
             if not tier.has_one_form:
                 refuse(f"V is stored in K, in {tier}", "both then have one form")
@@ -335,6 +342,7 @@ def _check_heads(plan: PlanData, refuse: Refuse) -> None:
         within = heads.kv_heads <= m.kv_heads and heads.head_dim <= m.head_dim
         least = min(heads.kv_heads, heads.head_dim)
         is_none = heads.kv_heads == heads.head_dim == 0
+        within = within and 0 <= heads.turned <= heads.head_dim and not heads.turned % 2
         if not within or (least < 1 and not is_none):
             refuse(f"a layer has {heads}", "the model says how many they are at most")
         if heads.kv_heads and m.query_heads % heads.kv_heads:

@@ -56,10 +56,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """KV heads of a layer, and dims of a key of each."""
+    """KV heads of a layer, and dims of a key of each. ``turned``: of keys and values that
+    are made of one map, the dims that RoPE turns; 0 where that is not so, or where
+    nothing can be stored once (docs/models.md)."""
 
     kv_heads: int
     head_dim: int
+    turned: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,8 +281,15 @@ class PlanIndex:
 
     @property
     def values_in_keys(self) -> bool:
-        """Whether V is a part of K, and no page holds it apart."""
-        return any(lane.values_in_keys for lane in self.plan.lanes)
+        """Whether V is a part of K everywhere, and no page holds it apart."""
+        kept = [lane for lane in self.plan.lanes if not lane.removed]
+        return all(lane.values_in_keys for lane in kept)
+
+    @property
+    def some_in_keys(self) -> bool:
+        """Whether V is a part of K in some layers alone."""
+        some = any(lane.values_in_keys for lane in self.plan.lanes)
+        return some and not self.values_in_keys
 
     @property
     def kept_dims(self) -> float:

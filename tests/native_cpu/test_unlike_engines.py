@@ -13,7 +13,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import parse
+from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
@@ -35,16 +39,23 @@ from tests.support.runtime_cases import LIMITS, TorchSession, forced
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 Logits = npt.NDArray[np.float32]
 KINDS = ("onnx", "native")
-SHARED, EXPERTS = "gemma4-shared", "gemma4-experts"
-NAMES = (SHARED, EXPERTS)
-OFTEN = (("onnx", SHARED), ("native", SHARED))
+SHARED, EXPERTS, ONCE = "gemma4-shared", "gemma4-experts", "gemma4"
+NAMES = (SHARED, EXPERTS, ONCE)
+OFTEN = (("onnx", SHARED), ("native", SHARED), ("native", ONCE))
 TOKENS = 70
 SCHEDULE = [(32,), (32,), *[(1,)] * (TOKENS - 64)]
 CODES = Tier(8, 8, "rank", "token", 16, 16)
 
 
-def plan_of(checkpoint: Checkpoint, coded: bool) -> CompressionPlan:
-    """Every lane in a basis of its own; full pages of layers without windows coded."""
+def plan_of(checkpoint: Checkpoint, name: str, coded: bool) -> CompressionPlan:
+    """Every lane in a basis of its own; full pages of layers without windows coded. Of
+    ``ONCE``: values that keys are made of in those, as they are."""
+    if name == ONCE:
+        settings = CacheSettings(32, 32, 32, layer_windows=checkpoint.spec.windows)
+        codes = "hack:bits=8,keys=token,group=32,arithmetic=float"
+        request = parse(codes if coded else "none")
+        none = None, RankOptions(), settings
+        return compose(request, checkpoint.spec.shape, True, *none)[0]
     plan = whole_plan(checkpoint.spec, projected=True)
     if not coded:
         return plan
@@ -66,19 +77,19 @@ class Engines:
         out = self.folder / f"{name} {coded}"
         out.mkdir()
         checkpoint = Checkpoint(self.reference(name)[0])
-        plan = plan_of(checkpoint, coded)
-        folded = fold(checkpoint, plan, random_basis(plan, 3, orthogonal=False))
+        plan = plan_of(checkpoint, name, coded)
+        folded = fold(checkpoint, plan, basis_of(plan))
         return export_onnx(checkpoint.spec, plan, folded, out).parent
 
     def llm(self, kind: str, name: str, coded: bool, tokens: int = 1024) -> LLM:
         checkpoint = Checkpoint(self.reference(name)[0])
-        plan = plan_of(checkpoint, coded)
+        plan = plan_of(checkpoint, name, coded)
         layout = CacheLayout(plan)
         size = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)
         session: Session
         if kind == "torch":
-            basis = random_basis(plan, 3, orthogonal=False)
-            session = TorchSession(decoder_from(checkpoint, plan, basis), size)
+            decoder = decoder_from(checkpoint, plan, basis_of(plan))
+            session = TorchSession(decoder, size)
         else:
             given = self._exported(name, coded), plan, LIMITS, size, 1
             session = OrtSession(*given)
@@ -90,6 +101,12 @@ class Engines:
     def logits(self, kind: str, name: str, coded: bool) -> Logits:
         """Logits of a prompt in two chunks, and then token by token."""
         return forced(self.llm(kind, name, coded), [ids(TOKENS)], SCHEDULE)[0]
+
+
+def basis_of(plan: CompressionPlan) -> Basis:
+    if plan.index.some_in_keys:
+        return Basis()
+    return random_basis(plan, 3, orthogonal=False)
 
 
 def ids(count: int, seed: int = 1) -> list[int]:
@@ -117,12 +134,13 @@ def test_pages_of_unlike_lanes_give_what_transformers_computes(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", [SHARED, ONCE])
 @pytest.mark.parametrize("kind", rest_nightly(KINDS, "native"))
 def test_coded_pages_of_unlike_lanes_are_read_as_the_definition_reads_them(
-    kind: str, engines: Engines
+    kind: str, name: str, engines: Engines
 ) -> None:
-    expected = engines.logits("torch", SHARED, coded=True)
-    found = engines.logits(kind, SHARED, coded=True)
+    expected = engines.logits("torch", name, coded=True)
+    found = engines.logits(kind, name, coded=True)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,9 +12,10 @@ from kvlathe.export.methods.lowrank import full_lanes
 from kvlathe.plan.deal import deal
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
-from kvlathe.plan.heads import HeadShape, ModelShape
+from kvlathe.plan.heads import HeadShape, Lane, ModelShape
 from kvlathe.plan.kernel_forms import node_refusal, plan_refusal
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.plan.plan import CompressionPlan
 
 NARROW, WIDE = HeadShape(4, 32), HeadShape(2, 64)
@@ -65,6 +67,43 @@ def test_shapes_that_no_model_has_are_refused(
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
         plan_of(dataclasses.replace(SHAPE, **changes))
+
+
+def once(*layers: int) -> tuple[Lane, ...]:
+    """Whole lanes, of which those of some layers hold their V in their K."""
+    lanes = full_lanes(SHAPE, True)
+    width = WIDE.head_dim + 16
+    made = {"input_dim": width, "rank_k": width, "rope": "none"}
+    return tuple(
+        dataclasses.replace(lane, **made, values_in_keys=True)
+        if lane.layer in layers
+        else lane
+        for lane in lanes
+    )
+
+
+@pytest.mark.parametrize(
+    ("turned", "lanes", "tier", "said"),
+    [
+        (0, once(1), Tier(16, 16), "2 of 2 lanes have their V in their K"),
+        (16, once(1)[:5] + full_lanes(SHAPE, True)[5:], Tier(16, 16), "1 of 2 lanes"),
+        (16, once(1), Tier(8, 8, "rank", "token", 16, 16), "both then have one form"),
+        (16, once(1), Tier(8, 8, "rank", "rank", 16, 16), ""),
+    ],
+)
+def test_values_are_in_keys_of_layers_that_make_one_of_the_other(
+    turned: int, lanes: tuple[Lane, ...], tier: Tier, said: str
+) -> None:
+    wide = dataclasses.replace(WIDE, turned=turned)
+    shape = dataclasses.replace(SHAPE, own_heads=(NARROW, wide, NARROW, NARROW))
+    cold = (tier,) if tier.is_coded else ()
+    life = SEAL if cold else KEEP
+    groups = (Group(tuple(range(len(lanes))), Tier(16, 16), cold, life),)
+    refused = pytest.raises(KvlatheError, match=said) if said else nullcontext()
+    with refused:
+        plan = CompressionPlan(shape, lanes, groups)
+        assert plan.index.some_in_keys and not plan.index.values_in_keys
+        assert plan.index.kept_dims == 1 - 2 * (64 - 16) / SHAPE.numbers
 
 
 def test_no_gpu_runs_unlike_layers() -> None:

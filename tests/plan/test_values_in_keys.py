@@ -121,7 +121,7 @@ def test_values_lie_in_keys_in_all_lanes_of_a_model_that_has_them_so() -> None:
         {"lanes": mixed},
         {"model": dataclasses.replace(plan.model, latent=0)},
     ):
-        with pytest.raises(KvlatheError, match="all of a model"):
+        with pytest.raises(KvlatheError, match="all of layers"):
             dataclasses.replace(plan, **change)
 
 
