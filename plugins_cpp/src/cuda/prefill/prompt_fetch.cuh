@@ -104,47 +104,6 @@ __device__ inline void fetch_half(const PromptParams& p, const char* from, int64
   }
 }
 
-// The stages in use, oldest first. Where the oldest is given back, there is room for another.
-struct Room {
-  Turn stage, oldest;
-  int used = 0;         // stages in use
-  int after = 0;        // where the last one ends
-  int next = 0;         // where the next one may begin
-  uint64_t begins = 0;  // where stage i begins: byte i
-  Turn given{-1};       // the newest stage that must have been given back
-  int sizes = 0;        // ranks of the last one
-  int alike = 0;        // stages in a row that have these
-
-  // Takes room for a stage of `head` as stage.at, and says where it begins.
-  __device__ int take(const PromptHead& head, int room) {
-    const int units = stage_units(head), begin = place_stage(next, units, room);
-    const int own = head.steps_k * 256 + head.steps_v;
-    if (own != sizes) sizes = own, alike = 0;
-    while (used && !free(begin, units)) given = oldest, oldest.next(), --used;
-    begins = (begins & ~(uint64_t{255} << 8 * stage.at)) | uint64_t(begin) << 8 * stage.at;
-    after = next = begin + units, ++used, ++alike;
-    return begin;
-  }
-
-  // Waits until `half` of the stage taken last may be written. Stages of the same ranks lie where
-  // others lay, so only the same half of the one before must be back. Halves are given back in
-  // their order, so the newest tells of all.
-  __device__ void wait_for(PromptShared& s, int half) const {
-    if (given.at < 0) return;
-    wait(s.empty[half][given.at], given.parity);
-    if (alike <= kPromptStages + 1) wait(s.empty[1 - half][given.at], given.parity);
-  }
-
- private:
-  __device__ bool free(int begin, int units) const {
-    const int first = int(begins >> 8 * oldest.at & 255);
-    if (used == kPromptStages) return false;
-    // [first, after) is in use or, where that has gone round, all but [after, first).
-    return first < after ? begin >= after || begin + units <= first
-                         : begin >= after && begin + units <= first;
-  }
-};
-
 // Fetches one part of a tile of a general call (prompt_general.cuh).
 template <class Fetcher>
 __device__ void fetch_general(Fetcher& fetcher, const PromptTile& tile, int part);
@@ -163,6 +122,11 @@ struct Fetcher {
 
   __device__ void meet() const { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
+  // Waits until half of the stage taken last may be written.
+  __device__ void wait_for(int half) const {
+    room.wait_for(half, [&](int which, Turn turn) { wait(s.empty[which][turn.at], turn.parity); });
+  }
+
   // The address of room for the next stage of a lane. It may not be free yet.
   __device__ uint32_t take_stage(const PromptHead& head) {
     return shared + p.stages_at + room.take(head, p.stage_units) * kStageUnit;
@@ -178,7 +142,7 @@ struct Fetcher {
       const int half = warp % 2, token = first + lane % (kStageTokens / 16) * 16;
       const int32_t page = token < keys ? page_at(token) : 0;
       if (half) to += head.steps_k * kStageUnit;
-      room.wait_for(s, half);
+      wait_for(half);
       fetch_half(p, elements.pages + (half ? elements.v : elements.k), elements.stride, page, first,
                  keys, half ? head.steps_v : head.steps_k, to, lane);
       uint64_t& full = s.full[half][room.stage.at];
@@ -191,7 +155,7 @@ struct Fetcher {
   // Room for a stage that all warps store, and its end.
   __device__ uint32_t stored_stage(const PromptHead& head) {
     const uint32_t to = take_stage(head);
-    room.wait_for(s, kKeyHalf), room.wait_for(s, kValueHalf);
+    wait_for(kKeyHalf), wait_for(kValueHalf);
     return to;
   }
   __device__ void pass_stored() {

@@ -3,12 +3,10 @@
 #pragma once
 
 #include "common/windows.h"
-#include "cuda/prefill/prompts.h"
+#include "cuda/prefill/prompt_room.cuh"
 #include "cuda/prefill/wgmma.cuh"
 
 namespace kvlathe::cuda {
-
-constexpr int kPromptStages = 8;  // in use at most
 
 // How K or V of a stage lies in shared memory: blocks of 16, 32 or 64 ranks, the largest that divide
 // the rank. A block is [kStageTokens][its ranks], swizzled as products want it. A row of it is what
@@ -30,9 +28,6 @@ struct PromptTile {
   int token;        // the chunk's first, among the step's
   int first, rows;  // row of the tile in its chunk, rows of the chunk
 };
-
-// The halves of a stage: keys are given back once their scores are there, values a step later.
-enum StageHalf { kKeyHalf = 0, kValueHalf = 1 };
 
 struct PromptShared {
   uint64_t full[2][kPromptStages], empty[2][kPromptStages], queries_there[2], queries_done[2];
@@ -72,26 +67,6 @@ __device__ inline void wait(uint64_t& barrier, int parity) {
 // Tells the compiler that x is the same in all lanes of a warp. Products must not stand in
 // divergent code, and their descriptors are then computed once for the warp.
 __device__ inline int uniform(int x) { return int(__reduce_or_sync(~0u, unsigned(x))); }
-
-// A place among the barriers of the stages, and the parity of how often they have gone round.
-struct Turn {
-  int at = 0, parity = 0;
-  __device__ void next() {
-    if (++at == kPromptStages) at = 0, parity ^= 1;
-  }
-};
-
-// Stages are as large as their lane needs, and lie one behind the other in shared memory. Those who
-// fetch and those who attend both work out where, in units of kStageUnit bytes. The stages of a
-// lane begin at multiples of their size. Where there is room for two, the second then never needs
-// the place of the first, and those who attend may hold one until the next is there.
-__device__ inline int stage_units(const PromptHead& head) { return head.steps_k + head.steps_v; }
-__device__ inline int first_stage(int after, int units) {
-  return (after + units - 1) / units * units;
-}
-__device__ inline int place_stage(int after, int units, int room) {
-  return after + units <= room ? after : 0;
-}
 
 // Tokens of a part that the last row of the tile sees, where `before` were there before the step.
 template <class P>
