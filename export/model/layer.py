@@ -86,7 +86,7 @@ class Widths:
 
 
 def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
-    """Where each KV head of the model lies in what attention gives; a removed one lies
+    """The place of each KV head of the model in what attention gives; a removed one lies
     where the head that fills it does."""
     firsts: dict[int, int] = {}
     at = 0

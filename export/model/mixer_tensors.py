@@ -124,7 +124,7 @@ def _rows(mixer: Mixer, role: str) -> Tensor | slice:
 
 
 def _scales(mixer: Mixer, role: str) -> Tensor:
-    """What each output of a state space's map is multiplied by."""
+    """The factor of each output of a state space's map."""
     own = mixer.mixing
     gates, values, keys, queries, steps = mixer.factors
     if role == "gates":

@@ -106,7 +106,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a folder's maps are stored: by the first rule that names them and whose parts
+    """The form of a folder's maps: by the first rule that names them and whose parts
     are there, but those that ``ignored`` names are numbers. ``notes``: sentences on what
     the folder asks for and an engine does not do."""
 

@@ -74,7 +74,7 @@ def _rows(layout: CacheLayout, bucket: int) -> list[PageRow]:
 
 
 def _parts(at: LaneOffsets, size: int) -> list[tuple[str, int]]:
-    """What a lane of ``size`` bytes holds, in address order."""
+    """The contents of a lane of ``size`` bytes, in address order."""
     behind_k = size if at.v == at.k else at.v - at.k
     named = (
         ("k", at.k_bytes),

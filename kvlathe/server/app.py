@@ -236,9 +236,11 @@ def add_health(app: FastAPI, service: Service) -> None:
         tags=["operations"],
     )
     async def health() -> Response:
-        """200 while requests are taken; 503 while draining, or if the engine's thread
-        has died."""
+        """200 while requests are taken; 503 while draining, while a step has not ended
+        for minutes, or if the engine's thread has died."""
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
+        if status != "dead" and engine.llm.thread.stuck:
+            status = "stuck"
         code = 200 if status == "ok" else 503
         if status == "ok" and engine.llm.is_sleeping:
             status = "sleeping"  # requests are taken, and wait

@@ -223,7 +223,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "sleeping", "draining", "dead"]
+    status: Literal["ok", "sleeping", "draining", "stuck", "dead"]
 
 
 class IsSleeping(BaseModel):

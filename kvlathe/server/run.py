@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -95,6 +96,10 @@ class Settings:
         return StoreSizes(*sizes) if sizes[:2] != (None, None) else None
 
 
+CLOSE_SECONDS = 60.0
+"""Seconds that the last step may take once a server ends."""
+
+
 class Server(uvicorn.Server):
     """Uvicorn, but a signal drains first: new requests get 503, running ones end, then
     it stops. A second one stops at once."""
@@ -131,10 +136,23 @@ class Server(uvicorn.Server):
         if self._until is not None:
             self.engine.drain()
             if self.engine.idle or time.monotonic() > self._until:
-                # What is left is told that the server shut down.
-                await asyncio.to_thread(self.engine.close)
+                await self.close_engine()
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    async def close_engine(self) -> None:
+        """Close the engine, which tells what is left. It ends after the step
+        that runs. No thread can be ended that waits for a GPU, so where that step does
+        not end the process does."""
+        closing = asyncio.ensure_future(asyncio.to_thread(self.engine.close))
+        done, _ = await asyncio.wait([closing], timeout=CLOSE_SECONDS)
+        if not done:
+            log.error(
+                "a step has not ended for %g s: the process ends without it",
+                CLOSE_SECONDS,
+            )
+            os._exit(1)
+        await closing
 
 
 def listen(host: str, port: int) -> socket.socket:

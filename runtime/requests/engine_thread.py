@@ -34,6 +34,9 @@ NAP = 0.1
 """Seconds between two looks at deadlines while the engine sleeps."""
 AGAIN = 5
 """Seconds until what a sleeping engine refused may be tried again."""
+STUCK_SECONDS = 600.0
+"""Seconds after which a step counts as one that never ends: a GPU that answers no call, or
+a kernel that waits for ever. A step of a large model takes minutes on slow cores."""
 log = logging.getLogger("kvlathe")
 
 
@@ -94,6 +97,7 @@ class EngineThread:
         self._stopping = False  # the thread's own: it has seen that it is to end
         self._pauses = False  # its own, too: the last step did nothing
         self._asleep = False  # set in the thread alone
+        self._step_began: float | None = None  # by the monotonic clock, while one runs
 
     # -- for callers, in any thread ----------------------------------------------------
     @property
@@ -106,6 +110,12 @@ class EngineThread:
     def alive(self) -> bool:
         """Whether it takes requests."""
         return not self._closed
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the step that runs has taken longer than STUCK_SECONDS."""
+        began = self._step_began
+        return began is not None and time.monotonic() - began > STUCK_SECONDS
 
     @property
     def fault(self) -> BaseException | None:
@@ -287,6 +297,7 @@ class EngineThread:
         self._stopping = True
 
     def _step(self) -> None:
+        self._step_began = time.monotonic()
         try:
             changed = self._engine.step()
         except DeviceLost:
@@ -298,6 +309,8 @@ class EngineThread:
             self._abandon(error)
             # What the step had ended before it failed is told of, too.
             changed = [s for s in self._owners if s.finish_reason]
+        finally:
+            self._step_began = None
         self._pauses = not changed and self._engine.scheduler.stalled
         for sequence in changed:
             self._publish(sequence)

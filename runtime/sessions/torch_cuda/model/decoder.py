@@ -100,7 +100,7 @@ class TorchDecoder:
         return self.logits(x)
 
     def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """What enters the first layer [T, D]."""
+        """The input of the first layer [T, D]."""
         x = self._embedded(input_ids)
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
