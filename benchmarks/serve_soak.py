@@ -10,6 +10,8 @@ back; the process has stopped growing once the last one ends; and every answer e
 the same request's answer by itself, or first differs where the two likeliest tokens'
 logits, alone, are within 1e-3. Prints one JSON line; fails otherwise, or below 99 %
 exact.
+
+From ten minutes on, it also fails where memory grows by MOST_SLOPE or more.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -73,6 +76,40 @@ def resident(process: int) -> int:
     status = Path(f"/proc/{process}/status").read_text("ascii")
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     return int(found[1]) * 1024 if found else 0
+
+
+MOST_SLOPE = 0.5
+"""MB a minute by which a process may grow. Rounds of a minute say nothing of it: memory
+that is free within the process comes and goes by a megabyte."""
+LEAST_SECONDS = 600
+
+
+class Growth:
+    """Memory of a process, looked at every few seconds of the last two thirds of a
+    run: what comes before them is warming up."""
+
+    def __init__(self, process: int, seconds: float) -> None:
+        self._process, self._first = process, seconds / 3
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._seen: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(2):
+            since = time.monotonic() - self._began
+            if since > self._first:
+                self._seen.append((since / 60, resident(self._process) / 1e6))
+
+    def slope(self) -> float:
+        """Stop. MB a minute, by least squares; 0 where it was too short to say."""
+        self._ended.set()
+        self._thread.join()
+        if len(self._seen) < 2:
+            return 0.0
+        minutes, megabytes = np.array(self._seen).T
+        return float(np.polyfit(minutes, megabytes, 1)[0])
 
 
 def gauge(url: str, name: str) -> float:
@@ -227,12 +264,14 @@ def main() -> None:
     )
     try:
         counts, seen, rounds = Counter[str](), [], []
+        growth = Growth(server.pid, args.seconds)
         for i in range(args.rounds + 1):
             seconds = args.seconds / args.rounds * (1 if i else 0.5)
             found = asyncio.run(crowd(url, jobs, args.clients, seconds))
             counts, seen = (counts + found[0], seen + found[1]) if i else (counts, seen)
             time.sleep(2)
             rounds.append(resident(server.pid))
+        slope = growth.slope()
         pages, running = (
             gauge(url, "kv_cache_bytes") + gauge(url, "kv_cache_bytes_kept"),
             gauge(url, "num_requests_running"),
@@ -249,11 +288,12 @@ def main() -> None:
         "clients": args.clients, "seconds": args.seconds, "counts": dict(counts), "verdicts": dict(verdicts),
         "exact": exact,
         "pages_left_bytes": pages, "running_left": running, "rss_after_rounds": rounds,
-        "preemptions": preemptions, "exit_code": code,
+        "rss_mb_a_minute": round(slope, 3), "preemptions": preemptions, "exit_code": code,
     }  # fmt: skip
     print(json.dumps(result))
     errors = [name for name in counts if name.startswith("error")] or counts["cut"]
     leaked = pages or running or rounds[-1] > 1.01 * rounds[-2]
+    leaked = leaked or (args.seconds >= LEAST_SECONDS and slope >= MOST_SLOPE)
     sys.exit(
         bool(errors or leaked or verdicts["wrong"] or exact < 0.99 or code or not seen)
     )

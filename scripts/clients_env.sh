@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes .clients (or the folder named): LangChain's ChatOpenAI and pydantic-ai, which tests run against the server.
+# Makes .clients (or the folder named): LangChain's ChatOpenAI, pydantic-ai, OpenAI's agents and Anthropic's client,
+# which tests run against the server.
 # Safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 WHERE=${1:-.clients}
-CLIENTS="langchain-openai==1.7.3 pydantic-ai-slim[openai]==2.68.0"
+CLIENTS="langchain-openai==1.7.3 pydantic-ai-slim[openai]==2.68.0 openai-agents==0.24.0 anthropic==2.14.0"
 STAMP=$WHERE/kvlathe-clients
 
 say() { printf '%s\n' "$*" >&2; }
@@ -21,8 +22,8 @@ if ! "$WHERE/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv "$WHERE"
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-say "installing LangChain's and pydantic-ai's clients into $WHERE"
+say "installing LangChain's, pydantic-ai's, OpenAI's and Anthropic's clients into $WHERE"
 # shellcheck disable=SC2086
 "$WHERE/bin/python" -m pip install -qq $CLIENTS
-"$WHERE/bin/python" -c 'import langchain_openai, pydantic_ai.models.openai'
+"$WHERE/bin/python" -c 'import agents, anthropic, langchain_openai, pydantic_ai.models.openai'
 echo "$wanted" >"$STAMP"

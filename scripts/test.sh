@@ -11,7 +11,7 @@ echo "running every check, once set up: $length" >&2
 scripts/setup.sh
 [ -n "$quick" ] || scripts/triton_env.sh || echo "going on without a Triton server: the tests that call one are skipped" >&2
 case " $* " in *nightly*) scripts/dynamo_env.sh || echo "going on without Dynamo: the tests that start one are skipped" >&2 ;; esac
-case " $* " in *nightly*) scripts/clients_env.sh || echo "going on without LangChain and pydantic-ai: the test of both is skipped" >&2 ;; esac
+case " $* " in *nightly*) scripts/clients_env.sh || echo "going on without LangChain, pydantic-ai and OpenAI's agents: their tests are skipped" >&2 ;; esac
 workers=${TEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
