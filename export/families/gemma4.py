@@ -88,7 +88,7 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         norm_eps=config.rms_norm_eps,
         activation=config.hidden_activation,
         kv_heads=max(one.kv_heads for one in heads),
-        own_heads=() if len({*heads}) == 1 else tuple(heads),
+        own_heads=() if {*heads} == {_most(config)} else tuple(heads),
         sources=sources,
         lacks=_lacks(config, sources),
         intermediate_size=config.intermediate_size,
@@ -107,6 +107,11 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         beside=_unread(sources),
         settings=("final_logit_softcapping",),
     )
+
+
+def _most(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> HeadShape:
+    """The heads of layers that override nothing."""
+    return HeadShape(config.num_key_value_heads, config.head_dim)
 
 
 def _turned(config: Gemma4TextConfig | Gemma4UnifiedTextConfig, head_dim: int) -> int:

@@ -415,20 +415,26 @@ def _served(max_positions: int, asked: int | None) -> int:
 
 
 def _check_own_heads(heads: int, family: Family) -> None:
+    """Heads that a family reads by itself: of layers that differ, and of a latent."""
     for own in family.own_heads:
         dims, kv_heads = own.head_dim, own.kv_heads
+        if dims == kv_heads == 0:
+            continue  # the layer has no attention
         if kv_heads < 1 or heads % kv_heads or dims < 2 or dims % 2:
             raise KvlatheError(
                 f"a layer has {kv_heads} KV heads of {dims} dims",
                 f"{heads} query heads divide over them, and their dims are even",
                 "correct config.json",
             )
-        if dims > MOST["head_dim"]:
-            raise KvlatheError(
-                f"a layer's heads have {dims:,} dims",
-                f"no model has more than {MOST['head_dim']:,}",
-                "correct config.json",
-            )
+    widest = max((own.head_dim for own in family.own_heads), default=0)
+    if family.latent is not None:
+        widest = family.latent.key_dim
+    if widest > MOST["head_dim"]:
+        raise KvlatheError(
+            f"a layer's keys have {widest:,} dims",
+            f"no model has more than {MOST['head_dim']:,}",
+            "correct config.json",
+        )
 
 
 def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> None:

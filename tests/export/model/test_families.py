@@ -289,8 +289,8 @@ REFUSED = {
     "odd head": (config_of("llama", head_dim=3), "head_dim is 3"),
     "partial": (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
     "rope": (
-        config_of("llama", rope_scaling={"rope_type": "proportional"}),
-        "'proportional'",
+        config_of("llama", rope_scaling={"rope_type": "axial"}),
+        "'axial'",
     ),
     "rope factor": (
         config_of("llama", rope_scaling={"rope_type": "yarn", "factor": "much"}),
