@@ -95,7 +95,7 @@ def lfm3(config: Lfm3Config) -> Family:
         out_bias=config.attention_bias,
         partial_rotary=True,
         windows=sliding_layers(config),
-        ropes=tuple(None if kind == "conv" else kind for kind in kinds),
+        ropes=_ropes(kinds),
         head_gates=True,
         mixer=_short_convolution(config),
         mixes=mixes,
@@ -139,6 +139,13 @@ def lfm2_moe(config: Lfm2MoeConfig) -> Family:
         dense_names=LFM2,
         dense_size=config.intermediate_size,
     )
+
+
+def _ropes(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The rotation of each layer by its kind. Layers without attention turn nothing: they
+    have one that others have."""
+    attending = [kind for kind in kinds if kind != "conv"]
+    return tuple(kind if kind in attending else attending[0] for kind in kinds)
 
 
 def _short_convolution(config: AnyLfm) -> Mixer:
