@@ -31,7 +31,7 @@ from kvlathe.base.console import print_table, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda
-from kvlathe.export.families import SUPPORTED
+from kvlathe.export.families import OTHER_NAMES, SUPPORTED
 from kvlathe.export.model.spec import read_spec
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
@@ -132,7 +132,9 @@ def refused(model_type: str, folder: Path) -> Tried:
 
 def main() -> None:
     arguments = [word for word in sys.argv[1:] if not word.startswith("-")]
-    types = arguments or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SUPPORTED})
+    types = arguments or sorted(
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SUPPORTED} - {*OTHER_NAMES}
+    )
     others = [x for x in types if CONFIG_MAPPING[x].model_type not in SUPPORTED]
     tried: list[Tried] = []
     last = {type_of(prefix): name for name, (prefix, _) in FAMILIES.items()}

@@ -68,7 +68,7 @@ from kvlathe.export.families.norms_after import exaone4, glm, glm4, olmo2, olmo3
 from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
-from kvlathe.export.families.qwen import qwen2, qwen3
+from kvlathe.export.families.qwen import qwen2, qwen3, qwen3_vl
 from kvlathe.export.families.sigmoid_experts import (
     afmoe,
     dots1,
@@ -161,12 +161,15 @@ FAMILIES = {
     "phi4_multimodal": phi4_multimodal,
     "phimoe": phimoe,
     "qwen2": qwen2,
+    "qwen2_5_vl_text": qwen2,
     "qwen2_moe": qwen2_moe,
+    "qwen2_vl_text": qwen2,
     "qwen3": qwen3,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_vl_text": qwen3_vl,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "solar_open": solar_open,
@@ -176,11 +179,14 @@ FAMILIES = {
     "xglm": xglm,
     "youtu": youtu,
 }
-SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS}))
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Model types that published folders say, and transformers reads as another one."""
+SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS, *OTHER_NAMES}))
 """Model types that are read: those with a record, and those of which a part has one."""
 
 __all__ = [
     "FAMILIES",
+    "OTHER_NAMES",
     "SUPPORTED",
     "TEXT_PARTS",
     "Experts",

@@ -20,6 +20,7 @@ IMAGES = TextPart(("vision_tower", "multi_modal_projector"))
 TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(("gemma3", "got_ocr2", "mistral3"), IMAGES),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), TextPart(("visual", "mtp."))),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), TextPart(("visual",))),
     **dict.fromkeys(
         ("gemma4", "gemma4_unified"),
         TextPart(("vision_tower", "audio_tower", "embed_vision", "embed_audio")),

@@ -3,6 +3,7 @@ RoPE)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
@@ -11,6 +12,7 @@ from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config, Qwen3Config
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
 QK_NORMS = {
     "q_norm": "model.layers.{i}.self_attn.q_norm",
@@ -32,6 +34,12 @@ def qwen2(config: Qwen2Config) -> Family:
 
 
 def qwen3(config: Qwen3Config) -> Family:
+    return replace(qwen3_vl(config), windows=sliding_layers(config))
+
+
+def qwen3_vl(config: Qwen3Config | Qwen3VLTextConfig) -> Family:
+    """Qwen3 without windows: the text of Qwen3-VL. Its RoPE has sections for three
+    positions, which are the same number where all tokens are text."""
     return Family(
         names=NAMES | QK_NORMS,
         norm="rms",
@@ -41,5 +49,4 @@ def qwen3(config: Qwen3Config) -> Family:
         intermediate_size=config.intermediate_size,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
-        windows=sliding_layers(config),
     )

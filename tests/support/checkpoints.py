@@ -151,6 +151,22 @@ def sizes(
     )
 
 
+SECTIONS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+    | {"mrope_section": [4, 2, 2]}
+}
+
+
+def seeing(text: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a Qwen that also reads images: positions in three sections of a head,
+    which are the same in text."""
+    return {
+        "text_config": text,
+        "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32}
+        | {"num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+    }
+
+
 def gemma4(**more: object) -> dict[str, Any]:
     """Settings of Gemma 4: windows of 20, and full layers with fewer and wider heads."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -750,14 +766,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": (
         "Qwen3_5",
-        {
-            "text_config": sizes(
-                64, 4, 2, 16, num_hidden_layers=2, full_attention_interval=2, **DELTA
-            ),
-            "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32}
-            | {"num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
-        },
+        seeing(
+            sizes(64, 4, 2, 16, num_hidden_layers=2, full_attention_interval=2, **DELTA)
+        ),
     ),
+    **{
+        name: (prefix, seeing(sizes(64, 4, 2, num_hidden_layers=2, **more)))
+        for name, prefix, more in (
+            ("qwen2_vl", "Qwen2VL", SECTIONS),
+            ("qwen2_5_vl", "Qwen2_5_VL", SECTIONS),
+            ("qwen3_vl", "Qwen3VL", {"head_dim": 32, **SECTIONS}),
+        )
+    },
     "falcon_h1": (
         "FalconH1",
         sizes(64, 4, 2, num_hidden_layers=3, mamba_d_ssm=64, **SPACE)

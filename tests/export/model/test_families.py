@@ -327,6 +327,17 @@ def test_coded_maps_of_a_latent_are_those_of_the_decoder(
     assert {*coded} == {*decoder.state_dict()}
 
 
+def test_a_type_of_another_name_is_read_as_transformers_reads_it(
+    reference: Reference, tmp_path: Path
+) -> None:
+    folder, _ = reference("deepseek_v3")
+    shutil.copytree(folder, tmp_path / "k2")
+    config = tmp_path / "k2" / "config.json"
+    text = json.loads(config.read_text()) | {"model_type": "kimi_k2"}
+    config.write_text(json.dumps(text))
+    assert Checkpoint(tmp_path / "k2").spec == Checkpoint(folder).spec
+
+
 def test_text_of_kimi_is_deepseeks(reference: Reference, tmp_path: Path) -> None:
     """As published: under names of its own, beside parts that read images."""
     folder, _ = reference("deepseek_v3")
