@@ -151,7 +151,7 @@ def sizes(
     )
 
 
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
     | {"mrope_section": [4, 2, 2]}
 }
