@@ -54,11 +54,12 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     size = registry.cache_bytes(
         manifest, layout, runner, wanted.memory_share, wanted.cache_bytes
     )
-    pages = size - states_room(layout, manifest.limits.max_batch_size)
-    if pages < min(layout.page_stride):
+    states = states_room(layout, manifest.limits.max_batch_size)
+    pages = size - states
+    if states and pages < min(layout.page_stride):
         raise KvlatheError(
             f"a cache of {size:,} bytes has no room for pages",
-            f"states of {manifest.limits.max_batch_size} sequences take {size - pages:,}",
+            f"states of {manifest.limits.max_batch_size} sequences take {states:,}",
             "give it more (--cache-size), or run fewer at once (--max-batch-size)",
         )
     work = partial(kind, folder, plan, manifest.limits, pages, wanted.threads)

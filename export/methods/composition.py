@@ -268,7 +268,11 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
         turn=coded.turn,
         notes=kept.notes | coded.notes,
     )
-    return dataclasses.replace(both, cold=cold_tier(both))
+    cold = cold_tier(both)
+    if cold == coded.cold:
+        return both
+    # Where tokens are dropped one by one, V that is a part of K follows the same form.
+    return dataclasses.replace(both, cold=cold, cold_of_shared=None)
 
 
 def _only_one(what: str, requested: Sequence[RequestedMethod]) -> None:
