@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvlathe.engines import measuring
+from kvlathe.plan.kernel_forms import UNPROVEN
 from tests.support.made_once import run_folder
 
 QUICK_EXAMPLES = 20
@@ -28,6 +29,9 @@ settings.register_profile(
 )
 settings.load_profile("kvlathe")
 """A machine with other work may take any time for an example."""
+
+os.environ.setdefault(UNPROVEN, "1")
+"""What the tests are to prove is not refused to them."""
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell runs what is in its background with interrupts ignored; processes that tests

@@ -23,6 +23,8 @@ STEPS: dict[str, tuple[list[int], ...]] = {
     "mixed38": ([1, 1, 2, 2, 2, 3, 3, 5],),
     "uniform96": ([6] * 8,),
     "full": ([8] * 8,),
+    "d256": ([16] * 8,),
+    "d512": ([32] * 8,),
 }
 """Ranks / 16 of eight heads. A layer takes one row, permuted, for K and one for V."""
 MIXED_EXTRA = [1, 2, 2, 3, 3, 4, 5, 6]

@@ -97,12 +97,18 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
 def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of sizes that the kernels have a bound on."""
     lanes = max(len(plan.index.active(layer)) for layer in range(plan.model.layers))
-    widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
+    rank_k = max(lane.rank_k for lane in plan.lanes)
+    rank_v = max(lane.rank_v for lane in plan.lanes)
     inputs = max(lane.input_dim for lane in plan.lanes)
     buckets, group = len(plan.index.parts), plan.model.group_size
     slots = plan.index.most_slots
     observation = plan.index.observation
     observed = plan.index.most_in_a_layer if observation else 0
+    ranking = group if observation else 0
+    # Where V is a part of K, query heads may be more than one tile has.
+    once = plan.index.values_in_keys
+    tiles = lanes * -(-group // kernel_limits()["kMaxGroup"]) if once else 0
+    most_group = "kMaxWideGroup" if once else "kMaxGroup"
     sizes = (
         (
             f"it has {buckets} buckets, one for each window or head",
@@ -111,9 +117,12 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
         ),
         (f"a head is in {slots} buckets", slots, "kMaxSlots"),
         (f"it ranks tokens in {observed} buckets a layer", observed, "kMaxSlots"),
-        (f"the model has {group} query heads a KV head", group, "kMaxGroup"),
+        (f"the model has {group} query heads a KV head", group, most_group),
+        (f"it ranks tokens by {ranking} query heads a KV head", ranking, "kMaxGroup"),
         (f"a layer has {lanes} KV heads", lanes, "kMaxLanes"),
-        (f"a head has rank {widest}", widest, "kMaxRank"),
+        (f"a layer has {tiles} tiles of query heads", tiles, "kMaxLanes"),
+        (f"a head has rank {rank_k}", rank_k, "kMaxRank"),
+        (f"the values of a head have rank {rank_v}", rank_v, "kMaxRankV"),
         (f"a head has {inputs} dimensions before its projection", inputs, "kMaxInput"),
     )
     for fact, size, name in sizes:

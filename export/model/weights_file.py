@@ -19,7 +19,9 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU, ahead
 from kvlathe.export.model.layer import head_places
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.latent import LatentForm
 from kvlathe.layers.wiring import Wiring
+from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
@@ -197,4 +199,13 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         routing=experts and routing_of(experts),
         temperature=spec.family.temperature,
         outputs=tuple(head_places(plan, layer) for layer in gated),
+        latent=_latent_of(spec),
     )
+
+
+def _latent_of(spec: DecoderSpec) -> LatentForm | None:
+    own = spec.family.latent
+    if own is None:
+        return None
+    width = -(-own.rank // RANK_MULTIPLE) * RANK_MULTIPLE
+    return LatentForm(own.rank, width, own.norm_eps)

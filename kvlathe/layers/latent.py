@@ -8,6 +8,7 @@ Sizes: T packed tokens, R dims of the latent, r dims that turn, d = R + r of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,16 @@ from torch import Tensor
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin [T, r/2] of the dims that turn."""
+
+
+@dataclass(frozen=True)
+class LatentForm:
+    """``rank``: R. ``width``: numbers of a value, R and zeros. ``norm_eps``: of the RMS
+    norms of latents, those of queries among them."""
+
+    rank: int
+    width: int
+    norm_eps: float
 
 
 def latent_rows(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlathe.layers.gated import HeadPlaces
+from kvlathe.layers.latent import LatentForm
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.temperature import Temperature
 
@@ -16,8 +17,8 @@ class Wiring:
     MLP reads the layer's input, not the attention's output. ``scales``: what each
     layer's scores are multiplied by before the softmax. ``ropes``: which of the
     rotations each layer has; empty where there is one, or none. ``outputs``: where each
-    layer's heads lie in what attention gives; empty without gates. The others as in Family
-    (export/families/family.py).
+    layer's heads lie in what attention gives; empty without gates. ``latent``: that which
+    heads share. The others as in Family (export/families/family.py).
     """
 
     norm: str
@@ -32,6 +33,7 @@ class Wiring:
     routing: Routing | None = None
     temperature: Temperature | None = None
     outputs: tuple[HeadPlaces, ...] = ()
+    latent: LatentForm | None = None
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
@@ -44,6 +46,8 @@ class Wiring:
             fields["routing"] = Routing(**fields["routing"])
         if given := fields.get("temperature"):
             fields["temperature"] = Temperature(**given)
+        if given := fields.get("latent"):
+            fields["latent"] = LatentForm(**given)
         return cls(**fields)
 
 

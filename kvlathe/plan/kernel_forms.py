@@ -4,6 +4,8 @@ plan."""
 
 from __future__ import annotations
 
+import os
+
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
 from kvlathe.plan.plan import CompressionPlan
@@ -16,18 +18,42 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    unlike = latent_refusal(plan) or unlike_refusal(plan)
-    return unlike or forms_refusal(plan) or ranking_refusal(plan)
+    unknown = unlike_refusal(plan) or unproven_refusal(plan)
+    return unknown or forms_refusal(plan) or ranking_refusal(plan)
 
 
-def latent_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of a model whose heads share a latent."""
-    if not plan.model.latent:
+def is_wide(plan: CompressionPlan) -> bool:
+    """Whether some rank is above ``kNarrowRank``, or V a part of K."""
+    return plan.index.values_in_keys or _widest(plan) > kernel_limits()["kNarrowRank"]
+
+
+def has_tiles(plan: CompressionPlan) -> bool:
+    """Whether a kernel attends prompts in tiles, on GPUs that have it. Those for decoding
+    attend the others."""
+    return not is_wide(plan)
+
+
+def _widest(plan: CompressionPlan) -> int:
+    return max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
+
+
+UNPROVEN = "KVLATHE_UNPROVEN"
+"""The variable that lets engines have kernels all the same that no GPU has passed all
+tests of, where it is 1."""
+
+
+def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of wide lanes, whose kernels pass on the CPU's emulation alone."""
+    if not is_wide(plan) or os.environ.get(UNPROVEN) == "1":
         return None
-    reason = (
-        "its heads share one latent (MLA), and no CUDA kernel reads V as a part of K"
+    what = f"a head has rank {_widest(plan)}"
+    if plan.index.values_in_keys:
+        what = "its heads share one latent (MLA)"
+    return (
+        f"{what}, and no GPU has passed all tests of the kernels for it",
+        "build with --backend onnxruntime and run it on a CPU, or set "
+        f"{UNPROVEN}=1 to run it all the same",
     )
-    return reason, "build with --backend onnxruntime, and run it on a CPU"
 
 
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -60,7 +86,10 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of what the node that ONNX Runtime and TensorRT run on a GPU does not
     compute."""
-    if refusal := latent_refusal(plan) or unlike_refusal(plan):
+    if plan.model.latent:
+        reason = "its heads share one latent (MLA), which its node was not run with"
+        return reason, "build with --backend cuda, or run it on a CPU"
+    if refusal := unlike_refusal(plan) or unproven_refusal(plan):
         return refusal
     if plan.model.shifts:
         return None
@@ -72,6 +101,9 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of what ranks its tokens; None where the kernels do it."""
+    if plan.index.moves_tokens and plan.index.values_in_keys:
+        reason = "its heads share one latent (MLA), whose tokens no GPU moves"
+        return reason, "choose another backend, or a compression that keeps all tokens"
     if not plan.index.ranked:
         return None
     observation = plan.index.observation

@@ -16,6 +16,7 @@ from kvlathe.export.methods import fp8
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.lives import KEEP, SEAL, Compact, Divide, Life, Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_score import ObservationWindow
@@ -32,6 +33,7 @@ def plan_of(
     lanes: int = 1,
     group: int = 1,
     rank: int = 64,
+    rank_v: int = 64,
     inputs: int = 64,
     groups: int = 1,
     life: Life = KEEP,
@@ -39,7 +41,7 @@ def plan_of(
     """16-bit pages; each group beyond the first holds one lane."""
     shape = ModelShape(1, lanes * group, lanes, inputs, 64, 100, 512)
     every = tuple(
-        Lane(0, head, inputs, rank, rank, projected=True) for head in range(lanes)
+        Lane(0, head, inputs, rank, rank_v, projected=True) for head in range(lanes)
     )
     first = Group(tuple(range(lanes - groups + 1)), HOT, life=life)
     others = [Group((lanes - 1 - i,), HOT, life=life) for i in range(groups - 1)]
@@ -76,6 +78,7 @@ def coded(page: int = 64, group_k: int = 32, group_v: int = 32) -> CompressionPl
         ("kMaxLanes", lambda n: plan_of(lanes=n), 1),
         ("kMaxGroup", lambda n: plan_of(group=n), 1),
         ("kMaxRank", lambda n: plan_of(rank=n), 16),
+        ("kMaxRankV", lambda n: plan_of(rank_v=n), 16),
         ("kMaxInput", lambda n: plan_of(inputs=n), 1),
         ("kMaxPage", lambda n: coded(page=n), LIMITS["kMaxPage"]),
         ("kLeastCodedPage", lambda n: coded(page=n), -LIMITS["kLeastCodedPage"] // 2),
@@ -91,6 +94,19 @@ def test_a_plan_at_a_limit_is_taken_and_one_beyond_it_is_refused(
         cuda.check_plan("cuda", plan(LIMITS[name] + step))
     assert str(LIMITS[name] + step) in str(refusal.value)
     assert refusal.value.remedy
+
+
+def test_ranks_that_no_gpu_has_proven_are_refused_unless_one_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide, narrow = plan_of(rank=LIMITS["kNarrowRank"] + 16), plan_of(rank=128)
+    cuda.check_plan("cuda", wide)
+    monkeypatch.delenv(UNPROVEN)
+    cuda.check_plan("cuda", narrow)
+    with pytest.raises(KvlatheError, match=f"rank 144.*set {UNPROVEN}=1"):
+        cuda.check_plan("cuda", wide)
+    assert not onnxruntime.gpus(wide, "float16")
+    assert onnxruntime.gpus(narrow, "float16") == cuda.ARCHITECTURES
 
 
 def test_pages_of_codes_are_powers_of_two() -> None:
@@ -170,6 +186,7 @@ def test_the_runtime_knows_the_same_numbers() -> None:
         ("KV heads of a layer", "at most {kMaxLanes}"),
         ("query heads a KV head", "at most {kMaxGroup}"),
         ("rank", "at most {kMaxRank}"),
+        ("rank of V", "at most {kMaxRankV}"),
         ("dimensions of a head before its projection", "at most {kMaxInput}"),
         ("quantization groups", "multiples of {kRankMultiple}"),
         ("tokens of a quantized page", "{kLeastCodedPage}, 128 or {kMaxPage}"),

@@ -165,7 +165,7 @@ class Step16:
         np.testing.assert_array_equal(memory[~written], self.memory[~written])
 
     def rows_at(self, memory: Array, written: Array) -> Array:
-        """[tokens, sum of ranks] as read from the pool; marks the bytes."""
+        """[tokens, sum of the lanes' numbers] as read from the pool; marks the bytes."""
         lanes, layout = self.case.lanes, CacheLayout(self.plan)
         found: list[list[Array]] = []
         for b, count in enumerate(self.case.queries):
@@ -174,7 +174,8 @@ class Step16:
                     *(self._row(memory, written, layout, lane, b, i) for lane in lanes),
                     strict=True,
                 )
-                found.append([*keys, *values])
+                once = self.plan.index.values_in_keys
+                found.append([*keys] if once else [*keys, *values])
         return np.array([np.concatenate(row) for row in found]).astype(np.float64)
 
     def _row(
@@ -194,13 +195,14 @@ class Step16:
         )
         start = int(self.tables[bucket][b, page]) * layout.page_stride[bucket]
         row = []
-        for at, rank in ((offsets.k, lane.rank_k), (offsets.v, lane.rank_v)):
+        sides = [(offsets.k, lane.rank_k), (offsets.v, lane.rank_v)]
+        for at, rank in sides[: 1 if lane.values_in_keys else 2]:
             span = slice(
                 start + at + place * rank * 2, start + at + (place + 1) * rank * 2
             )
             written[span] = True
             row.append(memory[span].view(np.float16))
-        return row[0], row[1]
+        return row[0], row[0][: lane.rank_v] if lane.values_in_keys else row[1]
 
 
 def same_with_copies(cuda: CudaLibrary, case: Case, out: Array) -> None:

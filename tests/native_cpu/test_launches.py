@@ -42,7 +42,7 @@ OF_BUNDLES = 512
 """The bytes that calls with bundles take beside that."""
 MIXED = [(16, 96), (96, 16), (32, 48), (64, 64), (48, 32), (80, 16), (16, 16), (96, 96)]
 WHOLE = [(128, 128)] * 8
-MOST_STACK = 256
+MOST_STACK = 272
 """Bytes of a thread's stack: arrays that are indexed, and the few registers that are
 spilled. In none of the inner loops of the kernels that were timed."""
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -248,6 +248,41 @@ def test_an_engine_that_a_gpu_is_too_small_for_is_not_loaded(
             smaller = "--tokens-per-block 64" in error.remedy
             assert smaller == (key[3] == 128) and "fewer bits" in error.remedy
     assert refused == TOO_LARGE[gpu.shared_per_block]
+
+
+WIDE: dict[tuple[Bits, int], int] = {
+    (16, 256): 64,
+    (8, 256): 64,
+    (4, 256): 64,
+    (16, 512): 64,
+    (8, 512): 99,
+    (4, 512): 99,
+}
+"""By bits and ranks: KiB of shared memory of a block that are enough for pages of 64
+tokens."""
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_launches_of_wide_ranks_fit_gpus_with_room_for_their_tiles(
+    host: ctypes.CDLL, gpu: Gpu
+) -> None:
+    for (bits, rank), least in WIDE.items():
+        ranks = [[(rank, rank)] * 2]
+        problem: Problem | CodesProblem = Problem(ranks, [100], 4)
+        if bits < 16:
+            problem = CodesProblem(ranks, [[64]], [5], [Tier(bits, bits)], 4)
+        for flags in (0, BUNDLES):
+            args = problem.args()
+            args.flags = flags
+            found = launch(host, gpu, args)
+            if found is None:
+                assert gpu.shared_per_block < least * KIB
+                continue
+            grid, warps, dynamic = found
+            blocks = grid // gpu.sms
+            assert warps >= 1 and blocks * warps <= 8  # whose registers are all
+            whole = dynamic + static_bytes(gpu, args)
+            assert blocks * (whole + gpu.shared_reserved) <= gpu.shared_per_sm
 
 
 def test_a_gpu_before_ampere_has_no_bfloat16(host: ctypes.CDLL) -> None:

@@ -17,8 +17,16 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
 from kvlathe.runtime.native.library import Status
 from tests.native_cpu.library import aligned
+from tests.support.attend_cases import one_form
 from tests.support.emulated import emulated_kernels
-from tests.support.sealed_cases import TIERS, Jobs, pool_and_sealed, sealing
+from tests.support.sealed_cases import (
+    LATENTS,
+    TIERS,
+    WIDE,
+    Jobs,
+    pool_and_sealed,
+    sealing,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,18 @@ def test_seal_writes_the_codes_of_the_codec(
 ) -> None:
     layout = sealing(tier, page)
     memory, jobs, sealed = pool_and_sealed(layout, page)
+    pool = seal(kernels, "cuda_seal", layout, memory, jobs)
+    np.testing.assert_array_equal(pool, sealed)
+
+
+@pytest.mark.parametrize("ranks", [WIDE, LATENTS], ids=["wide", "latents"])
+@pytest.mark.parametrize("tier", [Tier(8, 8), Tier(4, 4), Tier(3, 3)], ids=str)
+def test_seal_writes_wide_rows_and_rows_that_hold_v(
+    kernels: ctypes.CDLL, tier: Tier, ranks: list[tuple[int, int]]
+) -> None:
+    own = one_form(tier) if ranks is LATENTS else tier
+    layout = sealing(own, 64, ranks=ranks)
+    memory, jobs, sealed = pool_and_sealed(layout, 64)
     pool = seal(kernels, "cuda_seal", layout, memory, jobs)
     np.testing.assert_array_equal(pool, sealed)
 

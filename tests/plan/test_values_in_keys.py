@@ -16,7 +16,7 @@ from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.kernel_forms import node_refusal, plan_refusal
+from kvlathe.plan.kernel_forms import is_wide, node_refusal, plan_refusal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL
 from kvlathe.plan.plan import CompressionPlan
@@ -125,8 +125,9 @@ def test_values_lie_in_keys_in_all_lanes_of_a_model_that_has_them_so() -> None:
             dataclasses.replace(plan, **change)
 
 
-def test_gpu_kernels_refuse_it_in_words() -> None:
-    for refusal in (plan_refusal, node_refusal):
-        found = refusal(latent_plan(HOT))
-        assert found is not None and "share one latent" in found[0]
-        assert "CPU" in found[1]
+def test_gpu_kernels_take_it_and_their_node_refuses_it_in_words() -> None:
+    plan = latent_plan(HOT)
+    assert plan_refusal(plan) is None and is_wide(plan)
+    found = node_refusal(plan)
+    assert found is not None and "share one latent" in found[0]
+    assert "CPU" in found[1]

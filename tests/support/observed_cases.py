@@ -52,7 +52,7 @@ def ranked_plans(draw: st.DrawFn) -> CompressionPlan:
     page = draw(st.sampled_from([16, 48, 64, 128]))
     heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     layers = draw(st.integers(1, 2))
-    rank = st.integers(1, 8).map(lambda n: 16 * n)
+    rank = st.integers(1, 8).map(lambda n: 16 * n) | st.sampled_from([144, 256])
     lanes = [
         Lane(layer, head, 128, draw(rank), draw(rank), "none", projected=True)
         for layer in range(layers)

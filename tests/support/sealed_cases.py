@@ -3,6 +3,8 @@ them: for the CUDA kernels, on a GPU and on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvlathe.plan.codec import Bytes, matrices
@@ -36,19 +38,33 @@ Jobs = list[tuple[int, int, int]]
 """(Hot page, cold page, position of its first token) each."""
 
 
-def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> CacheLayout:
-    """Two layers of three lanes; those of ``cold`` are sealed."""
+WIDE = [(256, 144), (16, 512), (576, 256)]
+LATENTS = [(80, 64), (576, 512), (48, 48)]
+
+
+def sealing(
+    tier: Tier,
+    page: int,
+    cold: tuple[int, ...] = (0, 1, 3, 5),
+    ranks: Sequence[tuple[int, int]] = RANKS,
+) -> CacheLayout:
+    """Two layers of three lanes; those of ``cold`` are sealed. In lanes of LATENTS V is
+    the beginning of K."""
+    once = ranks is LATENTS
     lanes = [
-        Lane(layer, h, 128, *ranks, projected=True)
+        Lane(
+            layer, h, pair[0] if once else 128, *pair, "none", (), not once, None, once
+        )
         for layer in range(2)
-        for h, ranks in enumerate(RANKS)
+        for h, pair in enumerate(ranks)
     ]
     hot = Tier(16, 16)
     kept = tuple(lane for lane in range(6) if lane not in cold)
     groups = [Group(cold, hot, (tier,), SEAL)]
     if kept:
         groups.append(Group(kept, hot))
-    return CacheLayout(plan_of(lanes, groups, 128, 2, page))
+    head_dim = max(lane.input_dim for lane in lanes)
+    return CacheLayout(plan_of(lanes, groups, head_dim, 2, page))
 
 
 def pool_and_sealed(layout: CacheLayout, page: int) -> tuple[Bytes, Jobs, Bytes]:

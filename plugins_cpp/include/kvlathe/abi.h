@@ -7,7 +7,7 @@
  *
  * with offsets from a page's start in bytes, and a lane table row is (layer, head, rank_k, rank_v,
  * k, k_meta, v, v_meta, groups_k, groups_v), int32 each. Where v is k, V is the first rank_v numbers
- * of K's rows (on CPUs). One call handles one layer: pass the rows
+ * of K's rows. One call handles one layer: pass the rows
  * of that layer only.
  *
  * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one,
@@ -204,9 +204,11 @@ KVLATHE_API int32_t kvlathe_has_cuda(void);
 KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args,
                                               kvlathe_status* status);
 
-/* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and of codes in pages of 64,
- * 128 or 256 tokens. Even codes of one width, 8, 4 or 2 bits, of K in groups along the rank and of V
- * along the tokens (32, 64, 128 or 256), are attended as they are, with q and the weights rounded to
+/* F16 or BF16; ranks of K 16 .. 576, of V 16 .. 512; group sizes 1 .. 8, and more in wide calls. One
+ * is wide where a rank is above 128 or V a part of K. Parts of 16 bits, and of codes in pages of 64,
+ * 128 or 256 tokens. In calls that are not wide, even codes of one width, 8, 4 or 2 bits, of K in
+ * groups along the rank and of V along the tokens (32, 64, 128 or 256), are attended as they are,
+ * with q and the weights rounded to
  * 8 bits. A call with other codes, or with hidden tokens, turns codes into elements first. Page ids
  * and lengths are trusted: they are in device memory. Asynchronous on `stream`; may be captured into
  * a CUDA graph. With batch 0 nothing is launched: a call is only checked, down to the current

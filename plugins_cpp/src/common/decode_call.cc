@@ -60,6 +60,18 @@ void check_part(const kvlathe_part& part, const kvlathe_attend_decode_args& a) {
 
 }  // namespace
 
+bool Head::is_wide() const { return is_wide_lane(rank_k, rank_v, values_in_keys); }
+
+bool is_wide(const kvlathe_attend_decode_args& a) {
+  for (int32_t p = 0; p < a.part_count; ++p) {
+    const kvlathe_part& part = a.parts[p];
+    for (const LaneRow* row = lanes_of(part); row < lanes_of(part) + part.lane_count; ++row) {
+      if (is_wide_lane(row->rank_k, row->rank_v, values_in_keys(*row))) return true;
+    }
+  }
+  return false;
+}
+
 std::array<int, KVLATHE_MAX_SLOTS> Head::slots(int32_t part_count) const {
   std::array<int, KVLATHE_MAX_SLOTS> found;
   found.fill(-1);

@@ -31,12 +31,18 @@ constexpr int kMaxSlots = 3;
 constexpr int kMaxLanes = 64;
 static_assert(kMaxBuckets == KVLATHE_MAX_PARTS && kMaxSlots == KVLATHE_MAX_SLOTS &&
               kMaxLanes == KVLATHE_MAX_HEADS);
-// What the accumulators of a warp hold.
-constexpr int kMaxRank = 128;
+// Ranks of K, and of V.
+constexpr int kMaxRank = 576;
+constexpr int kMaxRankV = 512;
+// What the accumulators of a warp hold in most kernels. Wider ranks have a decode kernel of their
+// own, and no kernel for prompts in tiles.
+constexpr int kNarrowRank = 128;
 // Query heads of a lane: the N of mma.m16n8k16.
 constexpr int kMaxGroup = 8;
-// Dimensions of a head before its projection: the matrix and its rows lie in shared memory.
-constexpr int kMaxInput = 256;
+// And of a wide lane, whose tiles of kMaxGroup each count as a lane.
+constexpr int kMaxWideGroup = 512;
+// Dimensions of a head before its projection.
+constexpr int kMaxInput = 576;
 // Tokens of a page: sealing holds a lane's page in shared memory.
 constexpr int kMaxPage = 256;
 // Pages of codes are attended 64 tokens at a time; their sizes are powers of two.
@@ -47,6 +53,11 @@ constexpr int kLeastCodedGroup = 32;
 constexpr int kLeastChunk = 16;
 // Columns of an RMS norm's rows: a block holds one row in registers.
 constexpr int kMaxColumns = 16384;
+
+// Whether a lane is wide. in_keys: its V is a part of its K, which the same kernel reads.
+constexpr bool is_wide_lane(int rank_k, int rank_v, bool in_keys) {
+  return in_keys || rank_k > kNarrowRank || rank_v > kNarrowRank;
+}
 
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
@@ -64,11 +75,11 @@ inline void check_lane_count(int64_t count) {
                                          std::to_string(kMaxLanes) + " are possible");
 }
 
-// What the CUDA kernels hold of one lane, whose V may be `in_keys` (values_in_keys of lanes.h).
-inline void check_cuda_lane(int32_t rank_k, int32_t rank_v, bool in_keys) {
-  require(!in_keys, KVLATHE_UNSUPPORTED, "a lane's V is a part of its K, which only CPUs read");
-  if (rank_k <= kMaxRank && rank_v <= kMaxRank) return;
-  throw Refusal(KVLATHE_UNSUPPORTED, "a rank is above " + std::to_string(kMaxRank));
+// What the CUDA kernels hold of one lane.
+inline void check_cuda_lane(int32_t rank_k, int32_t rank_v) {
+  if (rank_k <= kMaxRank && rank_v <= kMaxRankV) return;
+  throw Refusal(KVLATHE_UNSUPPORTED, "a rank of K is above " + std::to_string(kMaxRank) +
+                                         ", or one of V above " + std::to_string(kMaxRankV));
 }
 
 }  // namespace kvlathe

@@ -58,6 +58,15 @@ inline void check_codes(const kvlathe_attend_decode_args& a) {
               " to " + std::to_string(kMaxPage));
 }
 
+// Refuses a block that needs more shared memory than the device has. what: for which it has no room.
+inline void check_shared(int bytes, const std::string& what) {
+  if (bytes <= (48 << 10)) return;
+  const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  require(bytes <= most, KVLATHE_UNSUPPORTED,
+          "a block has " + std::to_string(most) + " bytes of shared memory on this device, and " +
+              what + " need " + std::to_string(bytes));
+}
+
 // Asks for shared memory. A kernel gets up to 48 KB without asking.
 template <class Kernel>
 void reserve_shared(Kernel kernel, int bytes) {

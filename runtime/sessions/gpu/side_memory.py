@@ -4,6 +4,7 @@ scratch pages, and what steps take that observe a prefix which is compacted."""
 
 from __future__ import annotations
 
+from kvlathe.plan.kernel_forms import is_wide
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -91,7 +92,10 @@ def within_share(size: int, total: int) -> int:
 
 def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
     """Bytes of 16-bit copies of as many ``sequences`` of ``tokens`` sealed tokens in
-    the layer whose copies are largest; 0 where no page is coded (prompt_copies.cu)."""
+    the layer whose copies are largest; 0 where no page is coded (prompt_copies.cu), or
+    no kernel reads copies: of wide ranks."""
+    if is_wide(plan):
+        return 0
     page = plan.page_tokens
     layers: list[int] = [0] * plan.model.layers
     for part in plan.index.parts:

@@ -8,10 +8,13 @@ const void* decode_kernel_any(bool, bool, int) { return nullptr; }
 const void* decode_kernel_general(bool, bool) { return nullptr; }
 const void* decode_kernel_scored(bool) { return nullptr; }
 const void* decode_kernel_float8(bool) { return nullptr; }
+const void* decode_kernel_wide(bool) { return nullptr; }
 const void* bundled_kernel_16(bool) { return nullptr; }
 const void* bundled_kernel_codes(bool, bool, int) { return nullptr; }
 const void* bundled_kernel_general(bool) { return nullptr; }
 const void* bundled_kernel_float8(bool) { return nullptr; }
+const void* bundled_kernel_wide(bool) { return nullptr; }
+const void* bundled_kernel_widest(bool) { return nullptr; }
 
 bool prompt_kernel_here() { return false; }
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }

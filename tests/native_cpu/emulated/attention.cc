@@ -42,6 +42,7 @@ const void* decode_kernel_general(bool, bool named) {
 }
 const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_float8(bool) { return launcher<Float8Params>(); }
+const void* decode_kernel_wide(bool) { return launcher<Wide256>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }
 const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }
 const void* decode_kernel_alone(bool, bool, int, int) { return unknown(); }
@@ -54,6 +55,8 @@ const void* bundled_kernel_codes(bool, bool, int bits) {
 }
 const void* bundled_kernel_general(bool) { return launcher<BundledGeneral>(); }
 const void* bundled_kernel_float8(bool) { return launcher<BundledFloat8>(); }
+const void* bundled_kernel_wide(bool) { return launcher<BundledWide256>(); }
+const void* bundled_kernel_widest(bool) { return launcher<BundledWidest>(); }
 
 bool prompt_kernel_here() { return true; }
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }

@@ -34,6 +34,13 @@ struct Cutter {
   }
 };
 
+// Whether a kernel attends prompts of the layer in tiles.
+bool has_tiles(const Layer& layer) {
+  return std::none_of(layer.lanes.begin(), layer.lanes.end(), [](const Lane& lane) {
+    return is_wide_lane(lane.rank_k, lane.rank_v, lane.values_in_keys);
+  });
+}
+
 // The step's page tables as the kernels take them: those of sequences, by bucket, and those of rows,
 // by part.
 struct Tables {
@@ -79,6 +86,7 @@ struct Step {
   void* const stream;
   const int32_t tokens, batch;
   const bool chunks;  // else a decode step
+  const bool tiles;   // prompt chunks are attended in tiles
   const int64_t attend_bytes;
   char *queries, *attend_space;
   int32_t *sequences, *visible, *row_lengths, *hidden, *list;
@@ -94,6 +102,7 @@ struct Step {
         tokens(int32_t(in[node.places.q].dims[0])),
         batch(int32_t(in[node.places.lengths].dims[0])),
         chunks(in[node.places.query_offsets].dims[0] > 1),
+        tiles(chunks && node.tiled),
         attend_bytes(attend_bytes) {
     Cutter cut{workspace};
     queries = cut.take<char>(size.queries);
@@ -141,7 +150,7 @@ struct Step {
                                    t.group_size,
                                    t.page_tokens,
                                    row_lengths,
-                                   chunks ? list : nullptr,
+                                   tiles ? list : nullptr,
                                    node.layer.windowed ? windows.data() : nullptr,
                                    hidden,
                                    buckets.data(),
@@ -174,7 +183,7 @@ struct Step {
 
   void attend(void* o) const {
     const std::vector<kvlathe_part> parts =
-        parts_of(node, tables, chunks || node.layer.windowed ? row_lengths : visible, hidden);
+        parts_of(node, tables, tiles || node.layer.windowed ? row_lengths : visible, hidden);
     const std::vector<kvlathe_prompt_part> prompt_parts =
         prompt_parts_of(node, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
@@ -202,7 +211,7 @@ struct Step {
                                           attend_space,
                                           attend_bytes,
                                           stream,
-                                          chunks ? &prompts : nullptr,
+                                          tiles ? &prompts : nullptr,
                                           nullptr,
                                           0,
                                           nullptr,
@@ -232,7 +241,8 @@ Node::Node(std::vector<int32_t> table, float scale)
       places(layer.head),
       parts(node_parts(layer)),
       attended(attended_parts(parts)),
-      scale(scale) {
+      scale(scale),
+      tiled(has_tiles(layer)) {
   const TableHeader& t = layer.head;
   require(is_half(t.hot_bits) && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "

@@ -61,6 +61,7 @@ class Node {
   const std::vector<NodePart> parts;
   const std::vector<int32_t> attended;  // those that have lanes
   const float scale;
+  const bool tiled;  // where a GPU has the kernel for prompts
 
  private:
   Pieces pieces(const std::vector<NodeInput>& in, int64_t attend) const;

@@ -271,7 +271,7 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
 AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe_append_args& a) {
   const Lane& lane = layer.lanes[h];
   const std::string where = "the lane of head " + std::to_string(lane.head);
-  check_cuda_lane(lane.rank_k, lane.rank_v, lane.values_in_keys);
+  check_cuda_lane(lane.rank_k, lane.rank_v);
   require(lane.input_dim <= kMaxInput, KVLATHE_UNSUPPORTED,
           where + " is wider than " + std::to_string(kMaxInput) + " before its projection");
   require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT,
@@ -285,7 +285,7 @@ AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe
   out.rows_k_at = int32_t(lane.rows_k_at), out.rows_v_at = int32_t(lane.rows_v_at);
   out.k = slab.k, out.v = slab.v, out.planes_at = lane.planes_at;
   out.input_dim = uint16_t(lane.input_dim), out.rank_k = uint16_t(lane.rank_k),
-  out.rank_v = uint16_t(lane.rank_v);
+  out.rank_v = uint16_t(lane.values_in_keys ? 0 : lane.rank_v);  // else K's rows have them
   out.rope = lane.rope != 0, out.projected = lane.projected != 0, out.fresh = uint8_t(lane.fresh),
   out.index = uint8_t(h);
   return out;
@@ -334,6 +334,7 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
                 std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (2 * lanes));
   const dim3 grid(std::min(tiles, most), lanes, 2);
   const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
+  check_shared(elements * 2, "rows and projections of ranks this large");
   reserve_shared(kernel, elements * 2);
   kernel<<<grid, kWarps * 32, elements * 2, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching append");

@@ -98,7 +98,7 @@ ObserveParams params_of(const kvlathe_observe_args& a, const std::vector<Head>& 
         part.page_table_stride, part.fresh,   side_of(format_k(call.parts[i]))};
   }
   for (size_t h = 0; h < heads.size(); ++h) {
-    check_cuda_lane(heads[h].rank_k, heads[h].rank_v, heads[h].values_in_keys);
+    check_cuda_lane(heads[h].rank_k, heads[h].rank_v);
     p.head[h].q_offset = int32_t(heads[h].q_offset), p.head[h].rank = heads[h].rank_k;
     // Rows 16 bytes apart in the banks: the words of a product's factor lie in different ones.
     p.pitch = std::max(p.pitch, 2 * heads[h].rank_k + 16);
@@ -134,6 +134,7 @@ int splits_of(const kvlathe_observe_args& a, const ObserveParams& p, int columns
 template <class Kernel>
 void launch(Kernel kernel, ObserveParams& p, int blocks, int batch, int shared, void* stream) {
   if (!blocks) return;
+  check_shared(shared, "64 tokens of ranks this large, which are observed");
   reserve_shared(kernel, shared);
   void* arguments[] = {&p};
   check_cuda(cudaLaunchKernel(kernel, dim3(blocks, p.heads, batch), dim3(kObserveThreads),
@@ -166,6 +167,7 @@ void observe(const kvlathe_observe_args& a) {
     launch(half ? observe_tokens<Half, P> : observe_tokens<Bfloat, P>, p, tiles, a.batch, shared,
            a.call->stream);
   };
+  if (is_wide(*a.call)) return with(ObserveWide{});
   any_float8(*a.call) ? with(ObserveFloat8{}) : with(ObserveParams{});
 }
 

@@ -44,7 +44,7 @@ struct ObserveHead {
 };
 
 struct ObserveParams {
-  static constexpr bool kFloat8 = false;
+  static constexpr bool kFloat8 = false, kWide = false;
   char* pool;
   const uint16_t* q;
   int64_t q_stride;
@@ -61,6 +61,11 @@ struct ObserveParams {
 // The same of a call with floats of 8 bits.
 struct ObserveFloat8 : ObserveParams {
   static constexpr bool kFloat8 = true;
+};
+
+// The same of a call with ranks above kNarrowRank.
+struct ObserveWide : ObserveFloat8 {
+  static constexpr bool kWide = true;
 };
 
 // Shared memory of a block: keys and queries as rows, then what each column needs, then the states
@@ -186,16 +191,17 @@ __device__ inline void load_queries(const ObservedRows& o, int column, const Obs
     shared_at<int>(room.limits + own * 4) = column + own < o.columns ? o.sees(column + own) : 0;
 }
 
-// A warp's 16 tokens, as the first factor of products.
+// A warp's 16 tokens, as the first factor of products. Wide ones stay in shared memory.
+template <bool kWide>
 struct KeyTile {
-  uint32_t a[kMaxRank / 16][4];
+  uint32_t a[kNarrowRank / 16][4];
   int steps;
 
   __device__ KeyTile(const ObserveRoom& room, int rank) : steps(rank / 16) {
     const int lane = int(threadIdx.x) % 32, row = int(threadIdx.x) / 32 * 16 + lane / 4;
     const uint32_t at = room.keys + row * room.pitch + lane % 4 * 4;
 #pragma unroll
-    for (int step = 0; step < kMaxRank / 16; ++step) {
+    for (int step = 0; step < kNarrowRank / 16; ++step) {
       if (step >= steps) break;
       a[step][0] = load_word(at + 32 * step),
       a[step][1] = load_word(at + 8 * room.pitch + 32 * step);
@@ -211,9 +217,32 @@ struct KeyTile {
     const uint32_t at = room.queries + (8 * n + lane / 4) * room.pitch + lane % 4 * 4;
     d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll
-    for (int step = 0; step < kMaxRank / 16; ++step) {
+    for (int step = 0; step < kNarrowRank / 16; ++step) {
       if (step >= steps) break;
       multiply_tiles<E>(d, a[step], load_word(at + 32 * step), load_word(at + 32 * step + 16));
+    }
+  }
+};
+
+template <>
+struct KeyTile<true> {
+  uint32_t at;
+  int steps;
+
+  __device__ KeyTile(const ObserveRoom& room, int rank) : steps(rank / 16) {
+    const int lane = int(threadIdx.x) % 32, row = int(threadIdx.x) / 32 * 16 + lane / 4;
+    at = room.keys + row * room.pitch + lane % 4 * 4;
+  }
+  template <class E>
+  __device__ void multiply(float (&d)[4], const ObserveRoom& room, int n) const {
+    const int lane = int(threadIdx.x) % 32;
+    uint32_t k = at, q = room.queries + (8 * n + lane / 4) * room.pitch + lane % 4 * 4;
+    d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, k += 32, q += 32) {
+      const uint32_t a[4] = {load_word(k), load_word(k + 8 * room.pitch), load_word(k + 16),
+                             load_word(k + 8 * room.pitch + 16)};
+      multiply_tiles<E>(d, a, load_word(q), load_word(q + 16));
     }
   }
 };
@@ -235,7 +264,7 @@ struct ColumnState {
 };
 
 // Block (columns and splits, lane, sequence).
-// P: ObserveParams or ObserveFloat8.
+// P: ObserveParams, ObserveFloat8 or ObserveWide.
 template <class E, class P>
 __global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_constant__ P p) {
   const ObservedRows o(p, blockIdx.y, blockIdx.z);
@@ -258,13 +287,13 @@ __global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_c
       __syncthreads();
       load_keys<E, P::kFloat8>(o, part, token, end, room);
       __syncthreads();
-      const KeyTile keys(room, o.head.rank);
+      const KeyTile<P::kWide> keys(room, o.head.rank);
       const int place = token + 16 * warp + lane / 4;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
         if (8 * n >= count) break;
         float d[4];
-        keys.multiply<E>(d, room, n);
+        keys.template multiply<E>(d, room, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int own_column = 8 * n + lane % 4 * 2 + i % 2;
@@ -313,7 +342,7 @@ __device__ inline float2 merged_state(const ObservedRows& o, int column) {
 }
 
 // What all columns give this thread's two tokens, summed over a part of the columns.
-template <class E, bool kFloat8>
+template <class E, bool kFloat8, bool kWide>
 __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, int token, int end,
                             const ObserveRoom& room) {
   const ObserveParams& p = o.p;
@@ -323,7 +352,7 @@ __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, i
   __syncthreads();
   load_keys<E, kFloat8>(o, part, token, end, room);
   __syncthreads();
-  const KeyTile keys(room, o.head.rank);
+  const KeyTile<kWide> keys(room, o.head.rank);
 #pragma unroll 1
   for (int column = 0; column < o.columns; column += kObserveColumns) {
     const int count = min(o.columns - column, kObserveColumns);
@@ -340,7 +369,7 @@ __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, i
 #pragma unroll 1
     for (int n = 0; 8 * n < count; ++n) {
       float d[4];
-      keys.multiply<E>(d, room, n);
+      keys.template multiply<E>(d, room, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int own_column = 8 * n + lane % 4 * 2 + i % 2;
@@ -372,7 +401,7 @@ __global__ void __launch_bounds__(kObserveThreads) observe_tokens(const __grid_c
     for (int tile = first + int(blockIdx.x); tile * kObserveTokens < end; tile += int(gridDim.x)) {
       const int token = tile * kObserveTokens;
       float sums[2] = {0, 0};
-      if (o.columns) add_columns<E, P::kFloat8>(sums, o, part, token, end, room);
+      if (o.columns) add_columns<E, P::kFloat8, P::kWide>(sums, o, part, token, end, room);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         for (int mask = 1; mask < 4; mask *= 2) sums[i] += from_lane_xor(sums[i], mask);

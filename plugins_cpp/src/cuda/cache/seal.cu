@@ -316,6 +316,15 @@ void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRo
   require(from, KVLATHE_BAD_ARGUMENT, "the source lacks a lane of the target");
   set_slab(slab[0], a, *from, to, 0);
   set_slab(slab[1], a, *from, to, 1);
+  if (values_in_keys(to)) slab[1].rank = slab[1].groups = 0;  // K's slab has them
+}
+
+// The widest row of a lane that is quantized.
+int widest_rank(const kvlathe_part& part) {
+  int widest = 0;
+  for (const LaneRow* row = lanes_of(part); row < lanes_of(part) + part.lane_count; ++row)
+    widest = std::max({widest, row->rank_k, row->rank_v});
+  return widest;
 }
 
 void check_ids(const kvlathe_cuda_seal_args& a) {
@@ -368,7 +377,9 @@ void seal(const kvlathe_cuda_seal_args& a) {
   P p{};
   static_cast<SealForm&>(p) = {static_cast<char*>(a.pool), a.source->page_stride,
                                a.target->page_stride, a.page_tokens, a.stochastic};
-  const int shared = a.page_tokens * (kMaxRank + 2) * 2;
+  const int shared =
+      any_quantized(*a.target) ? a.page_tokens * (widest_rank(*a.target) + 2) * 2 : 0;
+  check_shared(shared, "pages of " + std::to_string(a.page_tokens) + " tokens and such ranks");
   const SealKinds kinds = kinds_of(*a.target);
   for (int32_t lane = 0; lane < a.target->lane_count; lane += P::kMostLanes) {
     const int lanes = std::min(P::kMostLanes, a.target->lane_count - lane);

@@ -36,11 +36,15 @@ struct Device {
 int64_t workspace_bytes(const Device& device) {
   return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(PartialOf<kMostColumns>)};
 }
+template <class P>
+constexpr bool kFitsWorkspace = P::kBlocks * sizeof(PartialOf<P::kColumns, P::kRankV>) <=
+                                kBlocksPerSM * sizeof(PartialOf<kMostColumns>);
+static_assert(kFitsWorkspace<BundledWide256> && kFitsWorkspace<BundledWidest>);
 
 // Of calls whose warps attend alone: of the most warps, at the widest ranks and most query heads.
 int64_t alone_bytes(const Device& device) {
   return int64_t{device.most_blocks()} * kMaxWarps * 2 *
-         int64_t{sizeof(AlonePartial<kMaxRank / 16, 1>)};
+         int64_t{sizeof(AlonePartial<kNarrowRank / 16, 1>)};
 }
 
 // From how many pairs for four SMs on warps attend alone: KVLATHE_ALONE_PAIRS, where it is a number.
@@ -71,13 +75,14 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
               ".x: the kernels need 7.5, and 8.0 for bfloat16");
   require(a.element != KVLATHE_F32, KVLATHE_UNSUPPORTED,
           "the CUDA kernels read 16-bit elements, not F32");
-  require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
-          "group_size " + std::to_string(a.group_size) + " is above " + std::to_string(kMaxGroup));
+  const int most_group = is_wide(a) ? kMaxWideGroup : kMaxGroup;
+  require(a.group_size <= most_group, KVLATHE_UNSUPPORTED,
+          "group_size " + std::to_string(a.group_size) + " is above " + std::to_string(most_group));
   for (int i = 0; i < a.part_count; ++i) {
     if (any_quantized(a.parts[i])) check_codes(a);
   }
   for (const Head& head : heads) {
-    check_cuda_lane(head.rank_k, head.rank_v, head.values_in_keys);
+    check_cuda_lane(head.rank_k, head.rank_v);
   }
 }
 
@@ -87,20 +92,23 @@ struct Launch {
 
 // The most warps whose rings hold one and a half of the widest tiles each, or one. Quantized tiles
 // take more instructions a byte, so there one tile is enough and warps come first.
+// columns: query heads of an item of work at most.
 template <class P>
-Launch fit(P& p, const Device& device, int most_warps, int static_bytes) {
+Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int columns) {
   int widest = 0, elements = 0;
   const bool codes = p.codes_bytes > 0;  // of calls with codes alone
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, ring_room(lane.tile_bytes));
-    if (!P::kAlone) elements = std::max(elements, most_columns(p) * p.head[h].rank_v);
+    if (!P::kAlone) elements = std::max(elements, columns * p.head[h].rank_v);
     widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
-    for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
-      for (int warps = most_warps; warps >= 2 && (P::kHides || warps * 128 >= elements);
-           warps -= 2) {
+    for (int blocks = P::kBlocks; blocks >= 1; --blocks) {
+      // A tile of a wide call may leave no room for a second warp.
+      const auto fewer = [](int warps) { return P::kWide && warps == 2 ? 1 : warps - 2; };
+      for (int warps = most_warps; warps >= 1 && (P::kHides || warps * 128 >= elements);
+           warps = fewer(warps)) {
         p.merge_floats = (warps * elements + 31) / 32 * 32;  // where the block's warps meet
         const int room = std::min(device.shared_per_block,
                                   device.shared_per_sm / blocks - device.shared_reserved);
@@ -147,7 +155,7 @@ PlanCall planned(const P& p, int grid) {
   mix(&call.head, p.heads * sizeof call.head[0]);
   mix(&call.slots, sizeof call.slots);
   if constexpr (P::kBundled) {
-    call.columns = P::kColumns, call.group_size = p.group_size;
+    call.columns = P::kColumns, call.group_size = p.group_size, call.tiles = p.tiles;
     mix(&call.columns, sizeof call.columns);
   }
   sizes.tag = tag | 1;  // never that of zeroed memory
@@ -169,6 +177,11 @@ int32_t widest_tile(const P& p) {
   return widest;
 }
 
+// Of a bundle.
+int most_rows(const kvlathe_attend_decode_args& a) {
+  return a.flags & KVLATHE_BUNDLES ? KVLATHE_MAX_BUNDLE : 1;
+}
+
 template <class P>
 struct Decided {
   const void* kernel;
@@ -184,7 +197,9 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
   check_cuda(
       cudaFuncGetAttributes(&attributes, kernel),
       "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
-  call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes));
+  int columns = most_columns(params);
+  if (P::kWide) columns = std::min(columns, most_rows(a) * a.group_size);
+  call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes), columns);
   // The shares of a block's warps differ by less than their number, and each is at least a tile's.
   if constexpr (P::kAlone)
     call.p.least_block_weight =
@@ -202,15 +217,17 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
   return call;
 }
 
-// P: Bundled. `heads` once for each tile of columns that the largest bundle has.
+// P: Bundled. `heads` once for each tile of columns that the largest bundle has, which is one row
+// without KVLATHE_BUNDLES.
 template <class P>
 Decided<P> decide_bundled(const void* kernel, const kvlathe_attend_decode_args& a,
                           const std::vector<Head>& heads, const Device& device) {
-  const int tiles = tiles_of<P::kColumns>(a.group_size);
+  const int rows = most_rows(a);
+  const int tiles = tiles_of<P::kColumns>(a.group_size, rows);
   std::vector<Head> tiled;
   for (const Head& head : heads) tiled.insert(tiled.end(), size_t(tiles), head);
   require(tiled.size() <= KVLATHE_MAX_HEADS, KVLATHE_UNSUPPORTED,
-          "bundles of " + std::to_string(KVLATHE_MAX_BUNDLE) + " rows and " +
+          "bundles of " + std::to_string(rows) + " rows and " +
               std::to_string(heads.size() * size_t(a.group_size)) + " query heads");
   P p;
   if constexpr (P::kScored)
@@ -219,7 +236,26 @@ Decided<P> decide_bundled(const void* kernel, const kvlathe_attend_decode_args& 
     p = decode_params_of<P>(a, tiled, 1);
   p.tiles = tiles;
   for (int32_t& weight : p.part_weight) weight /= tiles;
-  return decide(kernel, p, a, device, kBundledWarps);
+  return decide(kernel, p, a, device, P::kWide ? general_warps<P>() : kBundledWarps);
+}
+
+// Chooses the kernel and the grid of a wide call, and gives them to `body`. Query heads beyond those of
+// one tile have tiles of their own, as those of a bundle's rows. The widest have no other kernel.
+template <class Body>
+void decided_wide(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+                  const Device& device, Body body) {
+  const bool half = a.element == KVLATHE_F16;
+  const auto above = [](const Head& head) {
+    return std::max(head.rank_k, head.rank_v) > Wide256::kRank;
+  };
+  if (std::any_of(heads.begin(), heads.end(), above)) {
+    body(decide_bundled<BundledWidest>(bundled_kernel_widest(half), a, heads, device));
+  } else if ((a.flags & KVLATHE_BUNDLES) || a.group_size > kMaxGroup) {
+    body(decide_bundled<BundledWide256>(bundled_kernel_wide(half), a, heads, device));
+  } else {
+    body(decide(decode_kernel_wide(half), general_params_of<Wide256>(a, heads), a, device,
+                general_warps<Wide256>()));
+  }
 }
 
 // Chooses the kernel and the grid of a call with bundles, and gives them to `body`. bits: of its codes.
@@ -246,6 +282,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   const auto general = [&](const void* kernel, auto kind) {
     body(decide(kernel, general_params_of<decltype(kind)>(a, heads), a, device, kGeneralWarps));
   };
+  if (is_wide(a)) return decided_wide(a, heads, device, body);
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   const int bits = bits_of_codes(a);

@@ -58,6 +58,10 @@ struct CodedLane {
     const auto& side = p.form[p.part_in(head, part)].side;
     const auto& groups = p.groups[head][part];
     keys = {0, 16u * lane.k_meta, side[0], at.rank_k, groups[0], p.page_tokens};
+    if constexpr (P::kWide) {
+      // Of K's channels as many are added up as the sums have room for, which are V's and more.
+      if (!lane.v) return void(values = keys);
+    }
     values = {uint32_t(lane.v), 16u * lane.v_meta, side[1], at.rank_v, groups[1], p.page_tokens};
   }
   __device__ static FormRows in(FormRows rows, uint32_t page) {
@@ -97,13 +101,17 @@ template <class E, class P, class Head, class Hidden, int kSteps>
 __device__ __forceinline__ void attend_units(const P& p, SoftmaxState<kSteps>& state,
                                              const Head& head, int columns, uint32_t queries,
                                              uint32_t tile, int units, int first, int rows,
-                                             const Hidden& hidden) {
-  Lane16<kSteps> lane16;
-  lane16.set(queries, columns, head.rank_k, head.rank_v);
-  uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
+                                             const Hidden& hidden, bool in_keys) {
+  std::conditional_t<P::kWide, WideLane16<P::kRank / 16>, Lane16<kSteps>> lane16;
+  if constexpr (P::kWide)
+    lane16.set(own_queries(queries, head.rank_k), head.rank_k, head.rank_v, in_keys);
+  else
+    lane16.set(queries, columns, head.rank_k, head.rank_v);
+  const bool apart = !P::kWide || !in_keys;
+  uint32_t k = tile, v = apart ? tile + units * lane16.steps_k * 512 : tile;
 #pragma unroll 1
-  for (int at = 0; at < rows;
-       at += kRowTokens, k += lane16.steps_k * 512, v += lane16.steps_v * 512) {
+  for (int at = 0; at < rows; at += kRowTokens, k += lane16.steps_k * 512,
+           v += (apart ? lane16.steps_v : lane16.steps_k) * 512) {
     const int count = min(kRowTokens, rows - at);
     if (hidden.all(first + at, count)) continue;
     float s[4];
@@ -155,17 +163,18 @@ struct SumsOrder {
   }
 };
 
-// P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams, or Bundled of it.
+// P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams and what is derived
+// from them.
 template <class E, class P>
-__global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) * 32, kBlocksPerSM)
+__global__ void __launch_bounds__(general_warps<P>() * 32, P::kBlocks)
     attend_general(const __grid_constant__ P p) {
-  constexpr int kParts = P::kSlots, kSteps = kMaxRank / 16;
+  constexpr int kParts = P::kSlots, kSteps = P::kRankV / 16;
   // Rings of the warps | merge buffer | kept queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
   __shared__ Block<kParts, P::kColumns> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
-  __shared__ Parked parked_of[P::kBundled ? kBundledWarps : kGeneralWarps];
+  __shared__ Parked parked_of[general_warps<P>()];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
@@ -238,7 +247,10 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
           keep_queries(kept, queries, columns(), at.rank_k, order_of_queries(codes.keys.side));
         } else {
           sums.enter(state, kept, kPlainOrder);
-          keep_plain_queries(kept, queries, columns(), at.rank_k);
+          if constexpr (P::kWide)
+            keep_queries(kept, queries, columns(), at.rank_k, kPlainOrder);
+          else
+            keep_plain_queries(kept, queries, columns(), at.rank_k);
         }
         fence_for_bulk_copies();  // which fill the queries' room next
         ring.drop_oldest(room);
@@ -257,7 +269,8 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
       attend_pages<E>(p, state, codes, kept, tile, p.head[head].lane[part].bytes,
                       p.part_of(head, part).unit_shift, first, rows, hidden);
     else
-      attend_units<E>(p, state, p.head[head], columns(), kept, tile, units, first, rows, hidden);
+      attend_units<E>(p, state, p.head[head], columns(), kept, tile, units, first, rows, hidden,
+                      P::kWide && p.head[head].lane[part].v == p.head[head].lane[part].k);
     fence_for_bulk_copies();  // which fill the room that was read by ordinary instructions
   }
   if (block.ending.there)

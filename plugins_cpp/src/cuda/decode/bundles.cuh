@@ -24,10 +24,10 @@ __device__ inline int tokens_of(int length) {
   return length;
 }
 
-// Tiles of columns of the largest bundle.
+// Tiles of columns of a bundle of so many rows.
 template <int kColumns>
-int tiles_of(int group_size) {
-  return (KVLATHE_MAX_BUNDLE * group_size + kColumns - 1) / kColumns;
+int tiles_of(int group_size, int rows = KVLATHE_MAX_BUNDLE) {
+  return (rows * group_size + kColumns - 1) / kColumns;
 }
 
 // Of a call with bundles: the tile of columns that place `head` stands for, and its first column.

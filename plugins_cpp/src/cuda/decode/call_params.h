@@ -26,13 +26,15 @@ inline int bits_of_codes(const kvlathe_attend_decode_args& a) {
 inline bool is_general(const kvlathe_attend_decode_args& a) {
   const int bits = bits_of_codes(a);
   const bool mixed = bits == kSeveralWidths || (is_quantized(bits) && a.part_count > 2);
-  return names_parts(a.part_count) || is_scored(a) || ((a.flags & KVLATHE_BUNDLES) && mixed) ||
+  return names_parts(a.part_count) || is_scored(a) || is_wide(a) ||
+         ((a.flags & KVLATHE_BUNDLES) && mixed) ||
          std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
            return part.hidden || (any_quantized(part) && !known_codes(part));
          });
 }
 
-inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part,
+                              bool general) {
   const bool codes = any_quantized(part);
   const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
   return {part.page_table,
@@ -40,7 +42,7 @@ inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe
           part.page_stride,
           part.lengths_stride,
           part.page_table_stride,
-          codes && is_general(a) ? kGeneral : part.bits_k,
+          codes && general ? kGeneral : part.bits_k,
           log2_of(unit),
           units,
           int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
@@ -49,8 +51,8 @@ inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe
 
 // 16 bit: a tile has a power of two of units, up to kTileBytes, and a page holds whole tiles.
 inline LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
-  const int32_t bytes = kRowTokens * 2 * (row.rank_k + row.rank_v),
-                copies = std::max(row.rank_k, row.rank_v) / 16;
+  const int32_t ranks = row.rank_k + (values_in_keys(row) ? 0 : row.rank_v),
+                bytes = kRowTokens * 2 * ranks, copies = std::max(row.rank_k, row.rank_v) / 16;
   int32_t units = 1;
   while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
          units_per_page % (2 * units) == 0)
@@ -66,7 +68,7 @@ struct SideEnds {
 inline SideEnds ends_of(const LaneRow& row, const kvlathe_part& part, int which,
                         int32_t page_tokens) {
   const Format format = which ? format_v(part) : format_k(part);
-  const int32_t rank = which ? row.rank_v : row.rank_k,
+  const int32_t rank = which ? row_of_values(row) : row.rank_k,
                 groups = which ? row.groups_v : row.groups_k, at = (which ? row.v : row.k) - row.k,
                 meta = (which ? row.v_meta : row.k_meta) - row.k;
   const FormSide side = side_of(format);
@@ -79,18 +81,20 @@ inline SideEnds ends_of(const LaneRow& row, const kvlathe_part& part, int which,
   return {codes, meta + side.meta_size(count, rank, page_tokens)};
 }
 
-// Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata.
+// Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata; or the first two
+// of them, where V is a part of K.
 inline LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part,
                                     int32_t page_tokens, bool general) {
   const int32_t k_meta = row.k_meta - row.k, v = row.v - row.k, v_meta = row.v_meta - row.k;
   const SideEnds of_k = ends_of(row, part, 0, page_tokens),
                  of_v = ends_of(row, part, 1, page_tokens);
-  require((k_meta >= of_k.codes || !is_quantized(part.bits_k)) && v >= of_k.meta &&
+  const bool in_keys = values_in_keys(row);
+  require((k_meta >= of_k.codes || !is_quantized(part.bits_k)) && (in_keys || v >= of_k.meta) &&
               (v_meta >= of_v.codes || !is_quantized(part.bits_v)) && of_v.meta < 1 << 20,
           KVLATHE_UNSUPPORTED,
           "the lane of head " + std::to_string(row.head) +
               " is not in the order K, metadata, V, metadata");
-  const int32_t copied = (of_v.meta + 15) / 16 * 16;
+  const int32_t copied = ((in_keys ? of_k : of_v).meta + 15) / 16 * 16;
   const int32_t gaps =
       is_byte(part.bits_k) && !general ? page_tokens / kPieceTokens * kPieceGap : 0;
   const int32_t units = 2 * (copied + gaps) <= kPagesBytes ? 2 : 1;
@@ -113,7 +117,7 @@ inline int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& h
   const bool grids = values.quantized() && !values.by_channel();
   if (general)
     return kept_queries_bytes(head.rank_k) +
-           (grids ? kept_grids_bytes(groups_of(values, head.rank_v, a.page_tokens)) : 0);
+           (grids ? kept_grids_bytes(groups_of(values, head.row_of_values(), a.page_tokens)) : 0);
   const int32_t queries = columns * head.rank_k * 2;  // as they are, for 16-bit parts
   const int32_t tiles = (columns + kMaxGroup - 1) / kMaxGroup;
   return groups_k ? std::max(tiles * codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
@@ -138,7 +142,7 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   p.least_block_weight = kLeastBlockWeight;
   bool any_codes = false;
   for (int i = 0; i < kParts; ++i) {
-    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)]);
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general);
     any_codes |= is_quantized(p.part[i].bits);
   }
   for (size_t h = 0; h < heads.size(); ++h) {
@@ -183,7 +187,8 @@ P general_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>
       if (slots[slot] < 0) continue;
       const kvlathe_part& part = a.parts[slots[slot]];
       p.groups[h][slot][0] = uint8_t(groups_of(format_k(part), heads[h].rank_k, a.page_tokens));
-      p.groups[h][slot][1] = uint8_t(groups_of(format_v(part), heads[h].rank_v, a.page_tokens));
+      p.groups[h][slot][1] =
+          uint8_t(groups_of(format_v(part), heads[h].row_of_values(), a.page_tokens));
     }
   }
   if constexpr (P::kScored) p.sinks = a.sinks, p.bound = a.softcap * kLog2E;

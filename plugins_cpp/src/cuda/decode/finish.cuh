@@ -40,8 +40,8 @@ __device__ inline bool present(float x) { return __float_as_uint(x) != 0; }
 // A block leaves two partial results at most: of its first span, which may start in the middle of
 // its pair, and of its last one, which starts where its pair does.
 template <class P>
-__device__ PartialOf<P::kColumns>* partial_of(const P& p, int block, bool from_start) {
-  return reinterpret_cast<PartialOf<P::kColumns>*>(p.partials) + 2 * block + from_start;
+__device__ PartialOf<P::kColumns, P::kRankV>* partial_of(const P& p, int block, bool from_start) {
+  return reinterpret_cast<PartialOf<P::kColumns, P::kRankV>*>(p.partials) + 2 * block + from_start;
 }
 
 template <class E, class P>

@@ -130,13 +130,16 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const TokenRows rows(v, 0, token, tokens);
   keep_grids<C::coding>(kept, v, token, valid, tokens);
-  int group[kSteps / 2];
+  // Groups of many strips are found anew in each tile: registers hold the sums.
+  constexpr bool kKeepsGroups = kSteps <= 16;
+  int group[kKeepsGroups ? kSteps / 2 : 1];
   GroupWalk walk(v.rank, v.groups, g / 4);
 #pragma unroll
-  for (int strip = 0; strip < kSteps / 2; ++strip)
+  for (int strip = 0; kKeepsGroups && strip < kSteps / 2; ++strip)
     group[strip] = strip * kStrip < v.rank ? walk.of(strip) * kGridsOfGroup : 0;
 #pragma unroll 1
   for (int tile = 0; tile < kChunkUnits; ++tile, weights.drop_first()) {
+    if constexpr (!kKeepsGroups) walk = GroupWalk(v.rank, v.groups, g / 4);
     const uint32_t first = rows.codes + rows.token_of(tile) * rows.row_bytes,
                    row[2] = {first, first + rows.row_bytes};
     const uint32_t entries = kept + tile * 64 + t * 8;
@@ -145,9 +148,11 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
       if (strip * kStrip >= v.rank) break;
       uint32_t grids[2][2];
       Eight<C> x[2];
+      const int at =
+          kKeepsGroups ? group[kKeepsGroups ? strip : 0] : walk.of(strip) * kGridsOfGroup;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        load_vector(grids[h], entries + group[strip] + 32 * h);
+        load_vector(grids[h], entries + at + 32 * h);
         x[h].load(row[h], strip * kStrip + 8 * t, v.rank), x[h].turn();
       }
 #pragma unroll

@@ -25,15 +25,21 @@ const void* decode_kernel_general(bool half, bool named);
 const void* decode_kernel_scored(bool half);  // takes ScoredParams
 const void* decode_kernel_float8(bool half);  // takes Float8Params: floats of 8 bits, too
 
+const void* decode_kernel_wide(bool half);  // takes Wide256
+
 // Of calls with bundles: 16 bit, codes as in decode_kernel_codes, and all others.
 using Bundled16 = Bundled<Params<KVLATHE_MAX_SLOTS>, kMaxGroup>;
 using BundledCodes = Bundled<Params<2>, 2 * kMaxGroup>;
 using BundledGeneral = Bundled<ScoredParams, kMaxGroup>;
 using BundledFloat8 = Bundled<Float8Params, kMaxGroup>;
+using BundledWide256 = Bundled<Wide256, kMaxGroup>;
+using BundledWidest = Bundled<Widest, kMaxGroup>;
 constexpr int kMostColumns = BundledCodes::kColumns;
 const void* bundled_kernel_16(bool half);
 const void* bundled_kernel_codes(bool half, bool wide, int bits);
 const void* bundled_kernel_general(bool half);
 const void* bundled_kernel_float8(bool half);
+const void* bundled_kernel_wide(bool half);
+const void* bundled_kernel_widest(bool half);
 
 }  // namespace kvlathe::cuda

@@ -35,6 +35,8 @@ constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
 // And of calls with bundles, whose items have up to twice as many columns.
 constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
+// And of all blocks of a multiprocessor in a wide call.
+constexpr int kWideWarps = 8;
 // Narrow 16-bit lanes take several units a tile up to so many bytes, and quantized ones two pages.
 constexpr int kTileBytes = 6 << 10;
 constexpr int kPagesBytes = 8 << 10;
@@ -108,10 +110,10 @@ struct SlotTable<true> {
 };
 
 // A partial result of one span of work: the softmax state of its query heads.
-template <int kColumns>
+template <int kColumns, int kRank = kNarrowRank>
 struct PartialOf {
-  float2 m_l[kColumns];          // m in base 2, and l
-  float o[kColumns * kMaxRank];  // [group][rank_v], not divided by l
+  float2 m_l[kColumns];       // m in base 2, and l
+  float o[kColumns * kRank];  // [group][rank_v], not divided by l
 };
 using Partial = PartialOf<kMaxGroup>;
 
@@ -126,6 +128,9 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr bool kBundled = false;
   static constexpr bool kAlone = false;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
+  // The widest ranks, and blocks of a multiprocessor.
+  static constexpr bool kWide = false;
+  static constexpr int kRank = kNarrowRank, kRankV = kNarrowRank, kBlocks = kBlocksPerSM;
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -186,6 +191,17 @@ struct Float8Params : ScoredParams {
   static constexpr bool kFloat8 = true;
 };
 
+// The same of a call with ranks above kNarrowRank, or with lanes whose V is a part of their K: its
+// place is K's then. Every form goes by one kernel.
+template <int kRank_, int kRankV_, int kBlocks_>
+struct WideParams : Float8Params {
+  static constexpr bool kWide = true;
+  static constexpr int kRank = kRank_, kRankV = kRankV_, kBlocks = kBlocks_;
+};
+// Ranks of both up to 256, and all.
+using Wide256 = WideParams<256, 256, 2>;
+using Widest = WideParams<kMaxRank, kMaxRankV, 1>;
+
 // The same of a call with bundles (bundles.cuh). Every KV head stands here as many times as there are
 // tiles of kColumns_ columns in the largest bundle, one after the other.
 template <class Base, int kColumns_>
@@ -194,6 +210,12 @@ struct Bundled : Base {
   static constexpr int kColumns = kColumns_;
   int32_t tiles;
 };
+
+// Warps of a block of attend_general. A thread of a wide call has as many registers as there are.
+template <class P>
+KVLATHE_ANYWHERE constexpr int general_warps() {
+  return P::kWide ? kWideWarps / P::kBlocks : P::kBundled ? kBundledWarps : kGeneralWarps;
+}
 
 // Query heads that an item of work has at most.
 template <class P>

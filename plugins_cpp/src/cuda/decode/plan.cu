@@ -123,7 +123,7 @@ void launch(const std::vector<Job>& jobs, cudaStream_t stream) {
   if constexpr (kColumns > 0) {
     if (jobs.empty()) return;
     p.group_size = jobs[0].call.group_size;
-    p.tiles = tiles_of<kColumns>(p.group_size);
+    p.tiles = jobs[0].call.tiles;
   }
   for (size_t at = 0; at < jobs.size();) {
     int heads = 0, blocks = 0, n = 0;

@@ -25,7 +25,7 @@ struct PlanCall {
   PlanHead head[KVLATHE_MAX_HEADS];
   bool named;  // else the first KVLATHE_MAX_SLOTS parts are all
   SlotTable<true> slots;
-  int32_t columns, group_size;  // of a call with bundles; else 0
+  int32_t columns, group_size, tiles;  // of a call with bundles; else 0
 };
 
 // A call without the rows that its prompt chunks are known to have.

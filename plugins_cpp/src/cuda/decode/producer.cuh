@@ -99,6 +99,24 @@ static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, 
   copy_tile(copies, to, k, v, rows);
 }
 
+// The same of a wide lane, row by row. in_keys: V is not copied, K's rows hold it.
+static __device__ __noinline__ void copy_wide_tile(uint32_t to, const char* k, const char* v,
+                                                   int rank_k, int rank_v, int tokens, int rows,
+                                                   bool in_keys) {
+  const auto copy_side = [tokens, rows](uint32_t to, const char* from, int rank) {
+    const Swizzle swizzle(rank);
+    const int chunks = rank / 8;
+#pragma unroll 1
+    for (int row = 0; row < tokens; ++row, to += chunks * 16, from += chunks * 16) {
+      const int turn = swizzle(row);
+      for (int c = threadIdx.x % 32; c < chunks; c += 32)
+        copy16(to + (c ^ turn) * 16, from + c * 16, row < rows);
+    }
+  };
+  copy_side(to, k, rank_k);
+  if (!in_keys) copy_side(to + tokens * rank_k * 2, v, rank_v);
+}
+
 // What a producer knows of the run in hand. The same in all lanes. FeedState is what changes from tile
 // to tile, and is parked each time. The rest is set once a run, by take(), which parks it. Flags are
 // whole words here and below, because words load together.
@@ -462,7 +480,12 @@ struct Producer : Feed {
     const int rows = tokens_of<P>(runs.now_length) - unit * kRowTokens;
     if constexpr (kQuantized) {
       const auto& head = p.head[runs.now_head];
-      copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(head.lane[runs.now_part]), rows);
+      const LaneParams& lane = head.lane[runs.now_part];
+      if constexpr (P::kWide)
+        copy_wide_tile(to, k, v, head.rank_k, head.rank_v, units_of(lane) * kRowTokens, rows,
+                       lane.v == lane.k);
+      else
+        copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(lane), rows);
     } else {
       copy_tile(copies, to, k, v, rows);
     }

@@ -44,11 +44,14 @@ struct MatrixRows {
 
 // How this lane reads the tiles of one (sequence, head): its queries as fragments of the second
 // factor, the rows that it loads, and the sizes. Query heads past the group are zeros.
-template <int kSteps>
+template <int kSteps_>
 struct Lane16 {
+  static constexpr int kSteps = kSteps_;
   uint32_t q[kSteps][2];
   MatrixRows k, v;
   int steps_k, steps_v;
+
+  __device__ uint2 query(int j) const { return {q[j][0], q[j][1]}; }
 
   // `queries`: shared, [group][rank_k].
   __device__ void set(uint32_t queries, int group, int rank_k, int rank_v) {
@@ -67,25 +70,48 @@ struct Lane16 {
   }
 };
 
+// The same of wide lanes: queries stay in shared memory, 8 bytes of this lane each 32 (keep_queries
+// of fragments.cuh). in_keys: V is the beginning of K's rows.
+template <int kSteps_>
+struct WideLane16 {
+  static constexpr int kSteps = kSteps_;
+  uint32_t queries;
+  MatrixRows k, v;
+  int steps_k, steps_v;
+
+  __device__ uint2 query(int j) const {
+    uint32_t x[2];
+    load_vector(x, queries + 32 * j);
+    return {x[0], x[1]};
+  }
+  __device__ void set(uint32_t own, int rank_k, int rank_v, bool in_keys) {
+    const int lane = threadIdx.x % 32;
+    queries = own;
+    k.set(rank_k, lane % 16, lane / 16);
+    v.set(in_keys ? rank_k : rank_v, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    steps_k = rank_k / 16, steps_v = rank_v / 16;
+  }
+};
+
 // Scores of one unit, in base 2.
-template <class E, int kSteps>
-__device__ void score_unit(float (&s)[4], const Lane16<kSteps>& lane16, uint32_t k,
-                           float scale_log2) {
+template <class E, class Lane>
+__device__ void score_unit(float (&s)[4], const Lane& lane16, uint32_t k, float scale_log2) {
   uint32_t a[4];
   s[0] = s[1] = s[2] = s[3] = 0.f;
 #pragma unroll
-  for (int j = 0; j < kSteps; ++j) {
+  for (int j = 0; j < Lane::kSteps; ++j) {
     if (j >= lane16.steps_k) break;
     load_matrices(a, lane16.k(k, j));
-    E::multiply(s, a, lane16.q[j][0], lane16.q[j][1]);
+    const uint2 q = lane16.query(j);
+    E::multiply(s, a, q.x, q.y);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) s[i] *= scale_log2;
 }
 
 // Adds V of one unit, whose scores are s (-inf where masked).
-template <class E, int kSteps>
-__device__ void add_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t v,
+template <class E, int kSteps, class Lane>
+__device__ void add_unit(SoftmaxState<kSteps>& state, const Lane& lane16, uint32_t v,
                          float (&s)[4]) {
   uint32_t a[4];
   state.weigh(s);

@@ -15,7 +15,9 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   const kvlathe_prompts& prompts = *a.prompts;
   check_element(a.element);
   for (const Head& head : heads) {
-    check_cuda_lane(head.rank_k, head.rank_v, head.values_in_keys);
+    require(!head.is_wide(), KVLATHE_UNSUPPORTED,
+            "a rank is above " + std::to_string(kNarrowRank) +
+                ", or V is a part of K: no kernel attends such prompts in tiles");
   }
   for (int i = 0; i < a.part_count; ++i) {
     if (any_quantized(a.parts[i])) check_codes(a);

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from kvlathe.plan.kernel_forms import has_tiles
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import (
     APPENDED,
@@ -119,8 +120,9 @@ class Attention:
 
     @property
     def tiled(self) -> bool:
-        """Whether the GPU has a kernel for prompts in tiles."""
-        return bool(self.library.lib.kvlathe_cuda_has_prompt_kernel())
+        """Whether the GPU has a kernel for prompts of the plan in tiles."""
+        here = self.library.lib.kvlathe_cuda_has_prompt_kernel()
+        return bool(here) and has_tiles(self.plan)
 
     # -- a step ------------------------------------------------------------------------
     def prepare(
@@ -136,11 +138,10 @@ class Attention:
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """Queue what each of ``tokens`` rows may read."""
-        most = self.bundling.rows(
-            1 if step.kind.decode else self.most_bundled,
-            step.kind.short,
-            self.pool.device,
-        )
+        most = 1 if step.kind.decode else self.most_bundled
+        # Without tiles a chunk's rows are as many as read the same tokens.
+        if has_tiles(self.plan) or not step.kind.chunks:
+            most = self.bundling.rows(most, step.kind.short, self.pool.device)
         spread = Spread.empty(
             step, tokens, self._list_size(step, tokens), self.parts, most > 1
         )

@@ -14,6 +14,7 @@ import torch
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.index import KernelPart
+from kvlathe.plan.kernel_forms import is_wide
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE, CudaLibrary
 from kvlathe.runtime.native.room import check_layers
@@ -85,7 +86,7 @@ def cost_of(plan: CompressionPlan) -> BundleCost:
 def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> BundleCost:
     """As `is_general` of plugins_cpp/src/cuda/decode/call_params.h decides. Where the
     two differ a step is slower than it could be, and as right."""
-    if not plan.model.shifts:
+    if not plan.model.shifts or is_wide(plan):
         return OTHER_COST
     widths: set[int] = set()
     for part in parts:

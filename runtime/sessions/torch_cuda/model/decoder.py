@@ -32,6 +32,7 @@ from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
+from kvlathe.runtime.sessions.torch_cuda.model.latent import LatentMaps
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     Linear,
     beside,
@@ -199,9 +200,8 @@ class _Layer:
         self.is_gated = "gate" in gate_up_roles
         product = rows.product if isinstance(rows, FusedRows) else coded_product
         self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
-        self.qkv_map, self.qkv_widths = beside(
-            tensors, ["v", "q", "k"], ALIGNMENT, product
-        )
+        self.qkv_maps = _qkv_of(wiring, rows, tensors, product)
+        self.has_latent = wiring.latent is not None
         if gate_up_roles:
             both = beside(tensors, gate_up_roles, 1, product)
             self.gate_up_map, self.gate_up_widths = both
@@ -222,15 +222,17 @@ class _Layer:
         """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
         tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]."""
 
+        turned = angles if self.has_latent else None
+
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = attend(q, k, v, angles, self.projections)
+            left = angles if turned is None else None
+            o = attend(q, k, v, left, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attention, rows, query_factors)
+        return run_layer(self, x, attention, rows, query_factors, turned)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        v, q, k, _ = self.qkv_map(x).split_with_sizes(self.qkv_widths, -1)
-        return q, k, v
+        return self.qkv_maps(x)
 
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         both = self.gate_up_map(x)
@@ -261,6 +263,21 @@ def _out_gates(
         return None, lambda o: o
     gates, _ = beside(tensors, ["out_gate"], 1, product)
     return gates, HeadOutputs(wiring.outputs[layer], lift["weight"], lift["bias"])
+
+
+def _qkv_of(
+    wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], product: Product
+) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """x [T, D] -> q, k, v."""
+    if wiring.latent is not None:
+        return LatentMaps(wiring.latent, rows, tensors, product, ALIGNMENT)
+    together, widths = beside(tensors, ["v", "q", "k"], ALIGNMENT, product)
+
+    def qkv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, q, k, _ = together(x).split_with_sizes(widths, -1)
+        return q, k, v
+
+    return qkv
 
 
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:

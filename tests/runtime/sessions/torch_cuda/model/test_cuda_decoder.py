@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,6 +270,28 @@ def test_rows_are_bundled_where_they_pay(
     calls = attention.prepare(inputs, rows_of_step).calls
     assert {call.flags for call in calls} == {OVERLAP | (BUNDLES if bundled else 0)}
     assert {bool(call.prompts) for call in calls} == {chunks > 0}
+
+
+@pytest.mark.parametrize(("rank", "tiled"), [(128, True), (256, False)])
+def test_prompts_of_the_widest_ranks_are_bundles_of_rows(
+    rank: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel attends them in tiles, and alone each row would read all tokens."""
+    monkeypatch.setattr(cuda_attend, "current_stream", lambda: 0)
+    plan, tokens = one_group(), 40
+    first = dataclasses.replace(plan.lanes[0], rank_v=rank, projected=True)
+    lanes = (first, *(dataclasses.replace(x, projected=True) for x in plan.lanes[1:]))
+    plan = dataclasses.replace(plan, lanes=lanes)
+    scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
+    attention = Attention.of_plan(SilentLibrary(True), plan, scales, pool, tokens)
+    attention.most_bundled = MAX_BUNDLE
+    ints = partial(torch.zeros, dtype=torch.int32)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    kind = StepKind(False, 0, chunks=True)
+    step = StepInputs(starts, ints(1, 1), [ints(1, 1)], kind)
+    calls = attention.prepare(step, tokens).calls
+    assert {bool(call.prompts) for call in calls} == {tiled}
+    assert {bool(call.flags & BUNDLES) for call in calls} == {not tiled}
 
 
 def test_attention_is_told_what_the_sequences_of_a_step_bring(
