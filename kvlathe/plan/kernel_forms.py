@@ -38,19 +38,20 @@ def _widest(plan: CompressionPlan) -> int:
 
 
 UNPROVEN = "KVLATHE_UNPROVEN"
-"""The variable that lets engines have kernels all the same that no GPU has passed all
-tests of, where it is 1."""
+"""With this environment variable at 1, engines may use kernels whose tests have not all
+passed on a GPU."""
 
 
 def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of wide lanes, whose kernels pass on the CPU's emulation alone."""
+    """The refusal of wide lanes: all their tests have passed on the CPU's emulation, not
+    on a GPU (docs/native.md)."""
     if not is_wide(plan) or os.environ.get(UNPROVEN) == "1":
         return None
     what = f"a head has rank {_widest(plan)}"
     if plan.index.values_in_keys:
         what = "its heads share one latent (MLA)"
     return (
-        f"{what}, and no GPU has passed all tests of the kernels for it",
+        f"{what}, and the kernels for it have not passed all their tests on a GPU",
         "build with --backend onnxruntime and run it on a CPU, or set "
         f"{UNPROVEN}=1 to run it all the same",
     )

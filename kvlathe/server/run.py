@@ -141,9 +141,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def close_engine(self) -> None:
-        """Close the engine, which tells what is left. It ends after the step
-        that runs. No thread can be ended that waits for a GPU, so where that step does
-        not end the process does."""
+        """Close the engine once the step that runs has ended, and tell the requests that
+        are left. A thread that waits for a GPU cannot be ended: where the step does not
+        end within CLOSE_SECONDS, the process does, with 1."""
         closing = asyncio.ensure_future(asyncio.to_thread(self.engine.close))
         done, _ = await asyncio.wait([closing], timeout=CLOSE_SECONDS)
         if not done:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +23,7 @@ from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.server.errors import refusal
 from tests.server.test_prefixes import sharing
 from tests.support.runtime_cases import text
-from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving
+from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving, until
 
 
 class Gated:
@@ -56,13 +55,6 @@ def stalled() -> Iterator[Stalled]:
             yield served, gated, pool
         finally:
             gated.gate.set()
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def ids(first: int = 0) -> list[int]:

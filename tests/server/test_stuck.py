@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
@@ -16,7 +15,7 @@ from kvlathe.runtime.requests import engine_thread
 from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 from kvlathe.server import run
 from tests.support.runtime_cases import llm
-from tests.support.serving_cases import KEY, PROMPT, Served, post, serving
+from tests.support.serving_cases import KEY, PROMPT, Served, post, serving, until
 
 Held = tuple[Served, threading.Event]
 
@@ -38,13 +37,6 @@ def held() -> Iterator[Held]:
             yield served, goes_on
         finally:
             goes_on.set()
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_health_says_that_a_step_does_not_end(

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,14 @@ def serving(
 
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until something is so, for 20 seconds at most."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def with_template(llm: LLM, template: str = CHATML) -> LLM:
