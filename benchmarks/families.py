@@ -4,7 +4,7 @@ reason.
     python -m benchmarks.families [MODEL_TYPE ...] [--markdown]
 
 A type that works is measured on the last of its tiny random checkpoints
-(tests/support/checkpoints.py; tests hold the others), far past every window.
+(tests/support/families/; tests hold the others), far past every window.
 ``identity``: the largest difference of any logit from transformers. ``CPU``: the same of
 an engine over its pages. ``compressed``: the mean difference of an engine with
 fdc+hack:bits=8 at a removal rate of 1 %, as a share of the mean logit; with hack:bits=8
@@ -35,7 +35,8 @@ from kvlathe.export.families import OTHER_NAMES, SUPPORTED
 from kvlathe.export.model.spec import read_spec
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from tests.support.checkpoints import FAMILIES, make
+from tests.support.checkpoints import make
+from tests.support.families import FAMILIES
 
 TOKENS = 150
 MOST = 1e-3

@@ -211,8 +211,10 @@ def _observe_all(
                 hidden[i] = captured.hidden
                 if not spec.attends(layer):
                     continue
-                accumulate = _accumulate if caches else _accumulate_reader
-                accumulate(spec, halves[i % 2], layer, before, captured, own, attended)
+                sums = halves[i % 2]
+                _accumulate_reader(spec, sums, layer, before, captured, own, attended)
+                if caches:
+                    _accumulate(sums, layer, before, captured)
                 if entropies.texts and caches:
                     entropy.observe(
                         entropies, i, layer, before, *_heads(captured), attended
@@ -273,17 +275,8 @@ def _of_readers(spec: DecoderSpec, wo: Sequence[Array]) -> Array:
     return sums
 
 
-def _accumulate(
-    spec: DecoderSpec,
-    sums: Moments,
-    layer: int,
-    hidden: Tensor,
-    captured: Captured,
-    grams: Grams,
-    attended: PlainAttention,
-) -> None:
-    """Add one sequence: ``hidden`` [T, D] is what the layer read."""
-    _accumulate_reader(spec, sums, layer, hidden, captured, grams, attended)
+def _accumulate(sums: Moments, layer: int, hidden: Tensor, captured: Captured) -> None:
+    """Add what one sequence caches: ``hidden`` [T, D] is what the layer read."""
     for name, by_token in (("k", captured.k), ("v", captured.v)):
         heads = by_token.transpose(0, 1)  # [H, T, d]
         _add_vectors(sums, name, layer, heads, len(heads), 1.0)

@@ -15,7 +15,7 @@ from kvlathe.export.families.experts import (
     with_dense,
 )
 from kvlathe.export.families.family import Experts, Family, Mixer
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, Heads, of_columns
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.stateful import LAYER, mixing_layers
 from kvlathe.layers.mixers import Mixing
@@ -44,17 +44,11 @@ APART = OWN | {
 }
 
 
-class Delta(Protocol):
+class Delta(Heads, Protocol):
     """Fields of a configuration with delta rules."""
 
     @property
-    def hidden_act(self) -> str: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
     def attention_bias(self) -> bool: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
     @property
     def layer_types(self) -> Sequence[str] | None: ...
     @property
@@ -97,14 +91,10 @@ def _gated(
     config: Delta, columns: int, stored: Mapping[str, tuple[str, ...]]
 ) -> Family:
     mixes, lacks = mixing_layers(config.layer_types, MIXING)
-    return Family(
+    return replace(
+        of_columns(config, columns),
         names=_attention() | {role: NAMES[role] for role in ("gate", "up", "down")},
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
         norm_offset=1.0,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=columns,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         partial_rotary=True,

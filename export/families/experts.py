@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Experts, Family
-from kvlathe.export.families.llama import NAMES, llama
+from kvlathe.export.families.llama import NAMES, biased, gated, llama
 from kvlathe.export.families.norms_after import olmo2
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import every_layer, sliding_layers
@@ -91,13 +91,9 @@ def mixtral(config: MixtralConfig | PhimoeConfig) -> Family:
         intermediate_size=config.intermediate_size,
         normalized=True,
     )
-    return Family(
+    return replace(
+        gated(config),
         names=WITHOUT_MLP | MIXTRAL_EXPERTS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
         windows=every_layer(config),
         experts=experts,
         settings=COUNTS,
@@ -155,15 +151,9 @@ def olmoe(config: OlmoeConfig) -> Family:
             "no record bounds q, k and v",
             "choose another checkpoint",
         )
-    return Family(
+    return replace(
+        biased(config),
         names=WITHOUT_MLP | EXPERTS | QK_NORMS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         wide_qk_norm=True,
         experts=Experts(
             count=config.num_experts,
@@ -182,12 +172,9 @@ def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig | MellumConfig) -> Family:
         intermediate_size=config.moe_intermediate_size,
         normalized=config.norm_topk_prob,
     )
-    return Family(
+    return replace(
+        gated(config),
         names=WITHOUT_MLP | EXPERTS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.moe_intermediate_size,
         experts=experts,
         settings=COUNTS,

@@ -3,11 +3,12 @@ of all that enters and leaves them, which are folded."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family, Mixer
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, gated
 from kvlathe.export.families.spaces import space_names
 from kvlathe.export.families.stateful import LAYER
 from kvlathe.layers.mixers import Mixing
@@ -36,13 +37,9 @@ def falcon_h1(config: FalconH1Config) -> Family:
             )
     enters = float(config.attention_in_multiplier or 1.0)
     gate, down = config.mlp_multipliers or (1.0, 1.0)
-    return Family(
+    return replace(
+        gated(config),
         names=NAMES | OWN,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
         factors={
             "embed": float(config.embedding_multiplier or 1.0),
             "q": enters,

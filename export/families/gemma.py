@@ -4,11 +4,12 @@ QK-norms."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, biased
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import sliding_layers
 
@@ -29,16 +30,9 @@ SCALES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softca
 
 
 def gemma(config: GemmaConfig) -> Family:
-    return Family(
-        names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
+    return replace(
+        biased(config),
         norm_offset=1.0,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         factors=_embedding(config.hidden_size),
     )
 

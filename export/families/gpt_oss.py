@@ -3,10 +3,12 @@ and a bounded SwiGLU, stored as numbers or in MXFP4."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.experts import COUNTS, WITHOUT_MLP
 from kvlathe.export.families.family import Experts, Family
+from kvlathe.export.families.llama import biased
 from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
@@ -38,15 +40,9 @@ def gpt_oss(config: GptOssConfig) -> Family:
         alpha=getattr(config, "swiglu_alpha", ALPHA),
         limit=getattr(config, "swiglu_limit", LIMIT),
     )
-    return Family(
+    return replace(
+        biased(config),
         names=WITHOUT_MLP | OWN,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         windows=sliding_layers(config),
         experts=experts,
         settings=COUNTS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.export.families.experts import COUNTS, WITHOUT_MLP
 from kvlathe.export.families.family import Experts, Family
-from kvlathe.export.families.llama import llama
+from kvlathe.export.families.llama import biased, llama
 from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
@@ -105,15 +105,10 @@ def _with_experts(
         out_in=True,
         halves=True,
     )
-    return Family(
+    return replace(
+        biased(config),
         names=WITHOUT_MLP | stored | (SHARED if shared_size else {}),
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=shared_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         experts=experts,
         factors=_factors(config, ("o", "experts_down", "shared_down")),
         scales=_scales(config),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from kvlathe.export.families.family import Family
 
 
-class LlamaLike(Protocol):
-    """Fields that are read of a configuration; other families spell them alike."""
+class Heads(Protocol):
+    """Fields that are read of a configuration; most families spell them alike."""
 
     @property
     def rms_norm_eps(self) -> float: ...
@@ -18,10 +19,19 @@ class LlamaLike(Protocol):
     def num_attention_heads(self) -> int: ...
     @property
     def num_key_value_heads(self) -> int | None: ...
+
+
+class Gated(Heads, Protocol):
     @property
     def intermediate_size(self) -> int: ...
+
+
+class Biased(Gated, Protocol):
     @property
     def attention_bias(self) -> bool: ...
+
+
+class LlamaLike(Biased, Protocol):
     @property
     def mlp_bias(self) -> bool: ...
 
@@ -42,15 +52,27 @@ NAMES = {
 }
 
 
-def llama(config: LlamaLike) -> Family:
+def of_columns(config: Heads, columns: int) -> Family:
+    """RMS norms, attention, a gated MLP of ``columns``, no biases."""
     return Family(
         names=NAMES,
         norm="rms",
         norm_eps=config.rms_norm_eps,
         activation=config.hidden_act,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
+        intermediate_size=columns,
     )
+
+
+def gated(config: Gated) -> Family:
+    return of_columns(config, config.intermediate_size)
+
+
+def biased(config: Biased) -> Family:
+    """``gated`` where attention may have biases."""
+    bias = config.attention_bias
+    return replace(gated(config), qkv_bias=bias, out_bias=bias)
+
+
+def llama(config: LlamaLike) -> Family:
+    return replace(biased(config), mlp_bias=config.mlp_bias)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
-from kvlathe.export.families.llama import NAMES, llama
+from kvlathe.export.families.llama import NAMES, biased, gated, llama
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import every_layer, sliding_layers
 from kvlathe.layers.temperature import Temperature
@@ -44,18 +44,18 @@ STARCODER_MLP = {
 
 def mistral(config: MistralConfig) -> Family:
     """Llama without biases. The first release has a window in every layer."""
-    return replace(_mistral(config), windows=every_layer(config))
+    return replace(gated(config), windows=every_layer(config))
 
 
 def ministral(config: MinistralConfig) -> Family:
     """Mistral with windows in some layers."""
-    return replace(_mistral(config), windows=sliding_layers(config))
+    return replace(gated(config), windows=sliding_layers(config))
 
 
 def ministral3(config: Ministral3Config) -> Family:
     """Mistral whose queries grow with their positions."""
     return replace(
-        _mistral(config),
+        gated(config),
         windows=every_layer(config),
         temperature=temperature_of(config.rope_parameters),
     )
@@ -70,7 +70,7 @@ def temperature_of(rope: Mapping[str, object] | None) -> Temperature | None:
 
 def cwm(config: CwmConfig) -> Family:
     """Llama with windows in most layers."""
-    return replace(_mistral(config), windows=sliding_layers(config))
+    return replace(gated(config), windows=sliding_layers(config))
 
 
 def smollm3(config: SmolLM3Config) -> Family:
@@ -83,19 +83,6 @@ def smollm3(config: SmolLM3Config) -> Family:
     )
 
 
-def _mistral(
-    config: MistralConfig | MinistralConfig | Ministral3Config | CwmConfig,
-) -> Family:
-    return Family(
-        names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-    )
-
-
 def apertus(config: ApertusConfig) -> Family:
     """QK-norms, and a plain MLP whose activation is learned (xIELU)."""
     own = {
@@ -104,15 +91,9 @@ def apertus(config: ApertusConfig) -> Family:
     }
     if config.hidden_act == "xielu":
         own["curve"] = "model.layers.{i}.mlp.act_fn"
-    return Family(
+    return replace(
+        biased(config),
         names=PLAIN_MLP | QK_NORMS | own,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
     )
 
 
@@ -164,18 +145,12 @@ def nanochat(config: NanoChatConfig) -> Family:
             "choose a NanoChat with a head of its own",
         )
     own = {"up": "model.layers.{i}.mlp.fc1", "down": "model.layers.{i}.mlp.fc2"}
-    return Family(
+    return replace(
+        biased(config),
         names=PLAIN_MLP | QK_NORMS | own,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
         norm_weight=False,
         qk_norm_weight=False,
         embed_norm=True,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         backward=True,
         logit_softcap=config.final_logit_softcapping or 0.0,
         settings=("final_logit_softcapping",),
@@ -187,13 +162,8 @@ def helium(config: HeliumConfig) -> Family:
 
 
 def ernie(config: Ernie4_5Config) -> Family:
-    return Family(
-        names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
+    return replace(
+        gated(config),
         qkv_bias=bool(config.use_bias),
         out_bias=bool(config.use_bias),
         mlp_bias=bool(config.use_bias),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, biased, gated
 from kvlathe.export.families.phi3 import PHI3_NAMES
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import sliding_layers
@@ -39,15 +39,9 @@ GLM4_NORMS = {
 
 
 def olmo2(config: Olmo2Config | Olmo3Config | FlexOlmoConfig) -> Family:
-    return Family(
+    return replace(
+        biased(config),
         names=BARE | AFTER | QK_NORMS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         wide_qk_norm=True,
     )
 
@@ -65,26 +59,18 @@ def exaone4(config: Exaone4Config) -> Family:
     ropes: tuple[str | None, ...] = ()
     if config.sliding_window is not None:
         ropes = tuple("" if window else None for window in windows)
-    return Family(
+    return replace(
+        gated(config),
         names=BARE | AFTER | QK_NORMS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
         windows=windows,
         ropes=ropes,
     )
 
 
 def glm(config: GlmConfig | Glm4Config) -> Family:
-    return Family(
+    return replace(
+        gated(config),
         names=GLM_NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
         qkv_bias=config.attention_bias,
         partial_rotary=True,
         interleaved=True,

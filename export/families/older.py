@@ -3,7 +3,8 @@ and biases, plain MLPs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
@@ -82,6 +83,17 @@ LAYER_NORM_EPS = 1e-5
 """torch's own, which OPT leaves."""
 
 
+class Older(Protocol):
+    """Fields that are read of a configuration; these families spell them alike."""
+
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
 def phi(config: PhiConfig) -> Family:
     """Raises KvlatheError for a tied head, which has a bias beside it."""
     if config.tie_word_embeddings:
@@ -90,16 +102,11 @@ def phi(config: PhiConfig) -> Family:
             "the head has a bias that no embedding has",
             "choose a Phi with a head of its own",
         )
-    return Family(
+    return replace(
+        _biased(config),
         names=PHI_NAMES | (HEAD_NORMS if config.qk_layernorm else {}),
-        norm="layer",
         norm_eps=config.layer_norm_eps,
-        activation=config.hidden_act,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         head_bias=True,
         parallel=True,
         partial_rotary=True,
@@ -108,16 +115,12 @@ def phi(config: PhiConfig) -> Family:
 
 
 def gpt_neox(config: GPTNeoXConfig) -> Family:
-    return Family(
+    return replace(
+        _biased(config),
         names=NEOX_NAMES,
-        norm="layer",
         norm_eps=config.layer_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
-        mlp_bias=True,
         parallel=config.use_parallel_residual,
         grouped_qkv=True,
         partial_rotary=True,
@@ -158,16 +161,9 @@ def opt(config: OPTConfig) -> Family:
 def biogpt(config: BioGptConfig) -> Family:
     """Embeddings are scaled."""
     scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
-    return Family(
+    return replace(
+        _biased(config),
         names=BIOGPT_NAMES,
-        norm="layer",
-        norm_eps=LAYER_NORM_EPS,
-        activation=config.hidden_act,
-        kv_heads=config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         position_offset=OPT_ROWS,
         factors={"embed": scale},
     )
@@ -200,17 +196,26 @@ def xglm(config: XGLMConfig) -> Family:
 
 def persimmon(config: PersimmonConfig) -> Family:
     """RoPE on a part of each head, and QK-norms that are layer norms."""
-    return Family(
+    return replace(
+        _biased(config),
         names=PERSIMMON_NAMES | (HEAD_NORMS if config.qk_layernorm else {}),
-        norm="layer",
         norm_eps=config.layer_norm_eps,
+        grouped_qkv=True,
+        partial_rotary=True,
+        qk_norm="layer",
+    )
+
+
+def _biased(config: Older) -> Family:
+    """Layer norms, a KV head for each query head, a plain MLP, biases everywhere."""
+    return Family(
+        names={},
+        norm="layer",
+        norm_eps=LAYER_NORM_EPS,
         activation=config.hidden_act,
         kv_heads=config.num_attention_heads,
         intermediate_size=config.intermediate_size,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        grouped_qkv=True,
-        partial_rotary=True,
-        qk_norm="layer",
     )

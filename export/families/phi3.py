@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, gated
 from kvlathe.export.families.windows import every_layer
 
 if TYPE_CHECKING:
@@ -25,13 +25,9 @@ PHI3_NAMES = {
 
 
 def phi3(config: Phi3Config | Phi4MultimodalConfig) -> Family:
-    return Family(
+    return replace(
+        gated(config),
         names=PHI3_NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
         partial_rotary=True,
         windows=every_layer(config),
     )

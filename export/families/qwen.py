@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, biased, gated
 from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
@@ -21,13 +21,8 @@ QK_NORMS = {
 
 
 def qwen2(config: Qwen2Config) -> Family:
-    return Family(
-        names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
+    return replace(
+        gated(config),
         qkv_bias=True,
         windows=sliding_layers(config),
     )
@@ -40,13 +35,7 @@ def qwen3(config: Qwen3Config) -> Family:
 def qwen3_vl(config: Qwen3Config | Qwen3VLTextConfig) -> Family:
     """Qwen3 without windows: the text of Qwen3-VL. Its RoPE has sections for three
     positions, which are the same number where all tokens are text."""
-    return Family(
+    return replace(
+        biased(config),
         names=NAMES | QK_NORMS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
     )

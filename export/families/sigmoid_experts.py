@@ -5,6 +5,7 @@ layers may have none."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvlathe.base.errors import KvlatheError
@@ -17,6 +18,7 @@ from kvlathe.export.families.experts import (
     with_dense,
 )
 from kvlathe.export.families.family import Experts, Family
+from kvlathe.export.families.llama import biased, gated, llama, of_columns
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import sliding_layers
 
@@ -64,12 +66,9 @@ class Grouped(Protocol):
 def glm4_moe(config: Glm4MoeConfig) -> Family:
     """QK-norms in some models, RoPE on a part of each head. What guesses further tokens
     (multi-token prediction) is left out."""
-    family = Family(
+    family = replace(
+        gated(config),
         names=NAMES | (QK_NORMS if config.use_qk_norm else {}),
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
         intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         qkv_bias=config.attention_bias,
         partial_rotary=True,
@@ -84,13 +83,9 @@ def glm4_moe(config: Glm4MoeConfig) -> Family:
 
 def solar_open(config: SolarOpenConfig) -> Family:
     """Experts in every layer, RoPE on whole heads."""
-    return Family(
+    return replace(
+        of_columns(config, config.moe_intermediate_size * config.n_shared_experts),
         names=NAMES,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         qkv_bias=config.attention_bias,
         experts=grouped(config, config.n_routed_experts),
         factors={"experts_down": config.routed_scaling_factor},
@@ -100,15 +95,10 @@ def solar_open(config: SolarOpenConfig) -> Family:
 
 def dots1(config: Dots1Config) -> Family:
     """QK-norms, and windows in the last layers of some models."""
-    family = Family(
+    family = replace(
+        biased(config),
         names=NAMES | QK_NORMS,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         windows=sliding_layers(config),
         experts=grouped(config, config.n_routed_experts or 0),
         factors={"experts_down": config.routed_scaling_factor},
@@ -125,12 +115,9 @@ def exaone_moe(config: ExaoneMoeConfig) -> Family:
     if config.sliding_window is not None:
         ropes = tuple("" if window else None for window in windows)
     own = {"router_correction": "model.layers.{i}.mlp.e_score_correction_bias"}
-    family = Family(
+    family = replace(
+        gated(config),
         names=NAMES | QK_NORMS | own,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
         intermediate_size=config.moe_intermediate_size * config.num_shared_experts,
         windows=windows,
         ropes=ropes,
@@ -161,17 +148,11 @@ def hy_v3(config: HYV3Config) -> Family:
         scores="sigmoid",
         corrected=True,
     )
-    family = Family(
+    family = replace(
+        llama(config),
         names=NAMES | QK_NORMS | own,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
         intermediate_size=config.moe_intermediate_size
         * (config.num_shared_experts or 0),
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         experts=experts,
         factors={"experts_down": config.router_scaling_factor},
         beside=(f"layers.{config.num_hidden_layers}.",),
@@ -193,13 +174,9 @@ def minimax_m2(config: MiniMaxM2Config) -> Family:
         scores="sigmoid",
         corrected=True,
     )
-    return Family(
+    return replace(
+        gated(config),
         names=WITHOUT_MLP | MIXTRAL_EXPERTS | QK_NORMS | MINIMAX_CORRECTION,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
         wide_qk_norm=True,
         partial_rotary=True,
         experts=experts,
@@ -228,16 +205,11 @@ def afmoe(config: AfmoeConfig) -> Family:
         corrected=True,
     )
     scale = config.hidden_size**0.5 if config.mup_enabled else 1.0
-    family = Family(
+    family = replace(
+        biased(config),
         names=NAMES | QK_NORMS | own,
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.moe_intermediate_size
         * (config.num_shared_experts or 0),
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         windows=windows,
         ropes=tuple("" if window else None for window in windows),
         experts=experts,
@@ -271,12 +243,9 @@ def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
         corrected=True,
         correction_lead=(1,),
     )
-    family = Family(
+    family = replace(
+        gated(config),
         names=names | {"router_correction": correction},
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.moe_intermediate_size * shared,
         qkv_bias=bias,
         out_bias=bias,

@@ -12,7 +12,7 @@ from kvlathe.export.families.granite import (
     granitemoe,
     granitemoeshared,
 )
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, llama
 from kvlathe.export.families.stateful import LAYER, mixing_layers
 from kvlathe.layers.mixers import Mixing
 
@@ -47,7 +47,8 @@ def granitemoehybrid(config: GraniteMoeHybridConfig) -> Family:
 
 def bamba(config: BambaConfig) -> Family:
     mixes, lacks = mixing_layers(config.layers_block_type, MIXING)
-    return Family(
+    return replace(
+        llama(config),
         names=NAMES
         | {
             "mlp_norm": LAYER + "pre_ff_layernorm",
@@ -56,14 +57,6 @@ def bamba(config: BambaConfig) -> Family:
             "down": LAYER + "feed_forward.down_proj",
             "norm": "model.final_layernorm",
         },
-        norm="rms",
-        norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         partial_rotary=True,
         mixer=_space(config, LAYER + "mamba.", config.rms_norm_eps),
         mixes=mixes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,17 @@ class Turning(Protocol):
     def states(self) -> Tensor | None: ...
 
 
+class Making(NamedTuple):
+    """A layer that is being made: of which model, which one, how wide, and the numbers
+    and codes of its maps."""
+
+    spec: DecoderSpec
+    layer: int
+    widths: Widths
+    dtype: torch.dtype
+    form: WeightFormat | None
+
+
 class DecoderLayer(nn.Module):
     """One layer around ``attend``, which maps (q, k, v, step) to o and more:
     AttendLayer, or FullAttention to observe; None where the layer has no attention. A
@@ -169,7 +180,7 @@ class DecoderLayer(nn.Module):
         self.attend, self.v_map = attend, None
         self.caches = attend is not None and self.source == layer
         if attend is not None:
-            self._add_attention(spec, layer, widths, dtype, form)
+            self._add_attention(Making(spec, layer, widths, dtype, form))
         mixer, self.first_number = (
             family.mixer_of(layer),
             spec.shape.states_before(layer),
@@ -180,14 +191,8 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
         self._add_mlp(spec, layer, dtype, form)
 
-    def _add_attention(
-        self,
-        spec: DecoderSpec,
-        layer: int,
-        widths: Widths,
-        dtype: torch.dtype,
-        form: WeightFormat | None,
-    ) -> None:
+    def _add_attention(self, made: Making) -> None:
+        spec, layer, widths, dtype, form = made
         family, hidden = spec.family, spec.hidden_size
         roles = family.roles(layer).keys()
 
@@ -205,20 +210,14 @@ class DecoderLayer(nn.Module):
         self.turned, self.value_width = widths.turned, widths.v
         if self.source == layer:
             self.k = linear(hidden, widths.k, biased_k, dtype, form)
-            self._add_values(spec, layer, widths, dtype, form)
+            self._add_values(made)
         self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
-        self._add_gates(spec, layer, widths, dtype, form)
+        self._add_gates(made)
         self.o = linear(widths.o, hidden, True, dtype, form)
 
-    def _add_gates(
-        self,
-        spec: DecoderSpec,
-        layer: int,
-        widths: Widths,
-        dtype: torch.dtype,
-        form: WeightFormat | None,
-    ) -> None:
+    def _add_gates(self, made: Making) -> None:
         """Gates of attention's output, and what turns it back into the model's dims."""
+        spec, layer, widths, dtype, form = made
         self.out_gate = self.lift = None
         if spec.has_out_gates:
             biased = has_bias(spec, "out_gate")
@@ -233,15 +232,9 @@ class DecoderLayer(nn.Module):
     def whole_heads(self, o: Tensor) -> Tensor:
         return o if self.lift is None else self.lift(o)
 
-    def _add_values(
-        self,
-        spec: DecoderSpec,
-        layer: int,
-        widths: Widths,
-        dtype: torch.dtype,
-        form: WeightFormat | None,
-    ) -> None:
+    def _add_values(self, made: Making) -> None:
         """Add what makes values of the layer's input, or of what keys are made of."""
+        spec, layer, widths, dtype, form = made
         family, hidden = spec.family, spec.hidden_size
         if family.latent is not None:
             return

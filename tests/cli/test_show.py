@@ -14,7 +14,8 @@ import torch
 from kvlathe.cli import main as cli
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
-from tests.support.checkpoints import FAMILIES, make_model
+from tests.support.checkpoints import make_model
+from tests.support.families import FAMILIES
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 

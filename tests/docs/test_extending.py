@@ -25,7 +25,8 @@ from tests.docs.pages import ROOT
 from tests.export.model import test_families
 from tests.runtime.cache.test_ranked_engine import own_llm
 from tests.runtime.sessions import test_windows
-from tests.support import checkpoints, stats_cases
+from tests.support import stats_cases
+from tests.support.families import older
 from tests.support.formula_laws import Watched
 from tests.support.runtime_cases import forced, model_shape, text
 
@@ -46,9 +47,9 @@ def test_the_family_of_the_page_is_the_one_in_the_product(tmp_path: Path) -> Non
     own: dict[str, Any] = {"FAMILIES": {}}
     exec(name, own)
     assert own["FAMILIES"].items() <= families.FAMILIES.items()
-    own = vars(checkpoints) | {"FAMILIES": {}}
+    own = vars(older) | {"FAMILIES": {}}
     exec(checkpoint, own)
-    assert own["FAMILIES"].items() <= checkpoints.FAMILIES.items()
+    assert own["FAMILIES"].items() <= older.OLDER.items()
     own = vars(test_families) | {"REFUSED": {}}
     exec(refusal, own)
     assert own["REFUSED"].items() <= test_families.REFUSED.items()

@@ -40,7 +40,8 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks.tasks import FolderEncoder
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 from tests.support.nightly import rest_nightly
 
 ROOT = Path(__file__).parents[2]

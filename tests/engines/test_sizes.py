@@ -24,7 +24,8 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.search import FINER
 from kvlathe.measuring.divergence import Divergence
 from kvlathe.plan.plan import SEARCHED
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 
 ALLOWED = -math.log(0.99)
 

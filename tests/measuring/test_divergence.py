@@ -20,7 +20,8 @@ from kvlathe.export.search.sealed import reading
 from kvlathe.measuring.divergence import STRIDE, Divergence
 from kvlathe.measuring.losses import Sums
 from kvlathe.plan.measurement import MOST
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 
 IDS = np.random.default_rng(2).integers(0, 97, (2, 150)).tolist()
 

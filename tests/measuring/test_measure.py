@@ -31,7 +31,9 @@ from kvlathe.plan.measurement import MOST
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks.held_out import HeldOut
 from kvlathe.tasks.metrics import Sums
-from tests.support.checkpoints import FAMILIES, make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families import FAMILIES
+from tests.support.families.sizes import sizes
 
 LATHE = Path(__file__).parents[2] / "models" / "lathe-5m"
 SIZED: dict[str, Any] = {"calibration": "random", "removal_rate": 0.3}

@@ -16,7 +16,9 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.checkpoints import FAMILIES, ON_GPUS, make_model, sizes
+from tests.support.checkpoints import ON_GPUS, make_model
+from tests.support.families import FAMILIES
+from tests.support.families.sizes import sizes
 
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "d64-g4": ("Llama", sizes(256, 8, 2, 64)),

@@ -22,7 +22,8 @@ from kvlathe.runtime.sessions.gpu.cuda_python import CudaPythonDevice
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 from tests.support.runtime_cases import forced, text
 from tests.support.session_laws import device_session, pages_move_and_come_back
 

@@ -18,7 +18,8 @@ from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.torch_cuda.shards.parallel import LeaderSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.checkpoints import FAMILIES, make_model
+from tests.support.checkpoints import make_model
+from tests.support.families import FAMILIES
 from tests.support.runtime_cases import MODEL, text
 
 GPUS = (2, 4)

@@ -17,7 +17,8 @@ from gguf.constants import MODEL_ARCH_NAMES
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.support.checkpoints import PHI, longrope, sizes
+from tests.support.families.plain import longrope
+from tests.support.families.sizes import PHI, sizes
 
 Writer = gguf.GGUFWriter
 Kind = gguf.GGMLQuantizationType

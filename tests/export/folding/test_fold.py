@@ -28,9 +28,9 @@ from tests.support.checkpoints import (
     make,
     make_model,
     random_basis,
-    sizes,
     whole_plan,
 )
+from tests.support.families.sizes import sizes
 from tests.support.nightly import rest_nightly
 
 TOLERANCE = 1e-4

@@ -26,7 +26,8 @@ from kvlathe.export.methods.turns import balanced_keys, in_bases, reader_axes
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
 from kvlathe.plan.lives import SEAL, SealAfter
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 
 TOKENS, SLOWEST = 256, 4
 """Of a sequence; planes of RoPE whose keys have a bias."""

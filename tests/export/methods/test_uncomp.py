@@ -23,7 +23,8 @@ from kvlathe.plan.lives import Budget
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
 from tests.support import stats_cases
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 
 SHAPE = ModelShape(4, 8, 4, 64, 96, 50, 4096)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.stored_codes import read_codes
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 from tests.support.scaled_codes import Kind, Tensors, coded_folder, write_folder
 
 SMALL = sizes(64, 4, 2, 16, intermediate_size=88, num_hidden_layers=1)

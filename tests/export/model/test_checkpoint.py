@@ -18,7 +18,8 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.tensor_files import forget
 from kvlathe.export.model.tensors import made
-from tests.support.checkpoints import OWN_HEADS, make_model, sizes, whole_plan
+from tests.support.checkpoints import OWN_HEADS, make_model, whole_plan
+from tests.support.families.sizes import sizes
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 Q = "model.layers.1.self_attn.q_proj.weight"

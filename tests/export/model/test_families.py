@@ -28,14 +28,10 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, beside, embed
 from kvlathe.export.model.spec import DecoderSpec, read_spec
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
-from tests.support.checkpoints import (
-    FAMILIES,
-    latent,
-    longrope,
-    make_model,
-    sizes,
-    whole_plan,
-)
+from tests.support.checkpoints import make_model, whole_plan
+from tests.support.families import FAMILIES
+from tests.support.families.plain import longrope
+from tests.support.families.sizes import latent, sizes
 
 TOLERANCE = 1e-4
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.spec import MOST, read_spec
-from tests.support.checkpoints import FAMILIES
+from tests.support.families import FAMILIES
 
 Json = dict[str, Any]
 WRONG: tuple[object, ...] = (

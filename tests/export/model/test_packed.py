@@ -28,7 +28,8 @@ from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing, unpack_words
 from kvlathe.layers.coded_weight import CodedWeight, unpack
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
-from tests.support.checkpoints import make_model, sizes, whole_plan
+from tests.support.checkpoints import make_model, whole_plan
+from tests.support.families.sizes import sizes
 
 GROUP = 32
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

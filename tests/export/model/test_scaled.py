@@ -29,7 +29,9 @@ from kvlathe.export.model.scaled_config import BESIDE, Names, read_scaling
 from kvlathe.export.model.stored_codes import read_codes
 from kvlathe.layers.coded_weight import CodedWeight
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
-from tests.support.checkpoints import FAMILIES, make_model, sizes, whole_plan
+from tests.support.checkpoints import make_model, whole_plan
+from tests.support.families import FAMILIES
+from tests.support.families.sizes import sizes
 from tests.support.scaled_codes import KINDS, Kind, Tensors, coded_folder, write_folder
 
 DTYPES = {

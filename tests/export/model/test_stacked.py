@@ -12,7 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
-from tests.support.checkpoints import make_model, sizes
+from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 
 SIZES = sizes(64, 4, 2, 16, num_hidden_layers=1, intermediate_size=96)
 MANY = SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}
