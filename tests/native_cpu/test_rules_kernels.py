@@ -149,6 +149,17 @@ def test_scores_of_a_larger_step(
     case.check(case.run(RankingLibrary(native, kernels), "cpu"))
 
 
+def test_blocks_share_the_tokens_of_a_decode_beside_a_chunk(
+    native: Native, kernels: ctypes.CDLL
+) -> None:
+    """Each leaves a state of its own. The chunk's rows have blocks enough."""
+    lengths = [[70, 128, 64], [33, 64, 192], [5, 0, 0]]
+    case = Observation(ranked_plan("mixed"), [150, 1, 2], lengths, 1.0, seed=3, room=2)
+    case.check(case.run(RankingLibrary(native, kernels), "cpu"))
+    written = int(case.states.isfinite().all(1).sum())
+    assert written == (150 + 16 * 1 + 16 * 2) * case.row_states
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_move_as_on_the_cpu(
     native: Native, kernels: ctypes.CDLL, kind: str

@@ -210,7 +210,8 @@ class Observation:
 
     # -- a call ------------------------------------------------------------------------
     def run(self, library: CudaLibrary, device: str) -> Array:
-        """The pool's bytes afterwards."""
+        """The pool's bytes afterwards. ``states`` are NaN but where blocks left some;
+        ``row_states``: of a row that no blocks share."""
         pool = torch.zeros(len(self.memory) + 128, dtype=torch.uint8, device=device)
         pool = pool[-pool.data_ptr() % 128 :][: len(self.memory)]
         pool.copy_(torch.from_numpy(self.memory))
@@ -244,10 +245,11 @@ class Observation:
             [table.data_ptr() for table in tables],
             [table.shape[1] for table in tables],
         )
-        least = 2 * len(q) * self.group * form.heads
-        states = torch.empty(self.room * least, device=device)
+        self.row_states = self.group * form.heads
+        size = self.room * len(q) * self.row_states
+        self.states = torch.full((size, 2), torch.nan, device=device)
         scores = LayerScores(self.layout, self.layer, form)
-        scores.observe(call, step, (states.data_ptr(), states.nbytes))
+        scores.observe(call, step, (self.states.data_ptr(), self.states.nbytes))
         return pool.cpu().numpy()
 
     def check(self, memory: Array) -> None:

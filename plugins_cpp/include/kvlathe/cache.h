@@ -168,9 +168,9 @@ typedef struct kvlathe_observe_args {
   const int32_t* rows;               /* [T]: the observed rows, ascending */
   const int32_t* row_starts;         /* [B + 1]: where each sequence's begin in `rows` */
   const int32_t* token_positions;    /* [T]; null where no part keeps positions */
-  void* states;                      /* 8 * T * group_size * lanes of the call, bytes; with more, */
-  int64_t states_bytes;              /* up to 16 times, more blocks share the tokens where most_rows
-                                      * is small, as in decode steps */
+  void* states; /* 8 * group_size * lanes of the call bytes for each of T rows. With more, */
+  int64_t states_bytes; /* up to 16 blocks share the tokens of a sequence with few observed rows:
+                         * memory of 15 more rows a sequence is enough for decodes */
 } kvlathe_observe_args;
 
 KVLATHE_API int32_t kvlathe_cuda_observe(const kvlathe_observe_args* args, kvlathe_status* status);

@@ -12,11 +12,6 @@ namespace {
 // Blocks of a lane and a sequence that share its tokens while one row is observed.
 constexpr int kDecodeBlocks = 16;
 
-// Blocks of one sequence that a GPU should have for the states, and how many share a column's tokens
-// at most. A block waits for its tokens, 64 by 64.
-constexpr int kStateBlocks = 128;
-constexpr int kMostSplits = 16;
-
 void check(const kvlathe_observe_args& a) {
   check_version(a.abi_version);
   require(a.call && a.parts, KVLATHE_BAD_ARGUMENT, "observe has no call or no parts");
@@ -35,16 +30,16 @@ void check(const kvlathe_observe_args& a) {
   }
 }
 
-// Of one split.
-int64_t bytes_of_states(const kvlathe_observe_args& a, int64_t heads) {
-  return int64_t{sizeof(float2)} * a.tokens * a.call->group_size * heads;
+// Of one row in all lanes.
+int64_t bytes_of_row(const kvlathe_observe_args& a, int64_t heads) {
+  return int64_t{sizeof(float2)} * a.call->group_size * heads;
 }
 
 void check_memory(const kvlathe_observe_args& a, int64_t heads) {
   require(a.cu_seqlens_q && a.rows && a.row_starts && a.states, KVLATHE_BAD_ARGUMENT,
           "cu_seqlens_q, rows, row_starts or states is null");
   check_aligned(a.states, sizeof(float2), "the states");
-  const int64_t bytes = bytes_of_states(a, heads);
+  const int64_t bytes = a.tokens * bytes_of_row(a, heads);
   require(a.states_bytes >= bytes, KVLATHE_TOO_SMALL,
           "the states have " + std::to_string(a.states_bytes) + " bytes and " +
               std::to_string(bytes) + " are needed");
@@ -124,11 +119,18 @@ int codes_bytes(const ObserveParams& p) {
   return most;
 }
 
-// As many as the states have room for.
-int splits_of(const kvlathe_observe_args& a, const ObserveParams& p, int columns) {
-  const int64_t room = a.states_bytes / bytes_of_states(a, p.heads);
-  const int wanted = kStateBlocks / std::max(1, columns * p.heads);
-  return int(std::clamp<int64_t>(std::min<int64_t>(wanted, room), 1, kMostSplits));
+// As many as the states have room for. More than a row of each state would be of no use.
+int spare_rows(const kvlathe_observe_args& a, const ObserveParams& p) {
+  const int64_t rows = a.states_bytes / bytes_of_row(a, p.heads) - a.tokens;
+  return int(std::min<int64_t>(rows / a.batch, kMostSplits * kStateBlocks));
+}
+
+// Of one sequence with any number of observed rows: one for each of its columns, or those that
+// share them.
+int blocks_of(const kvlathe_observe_args& a, const ObserveParams& p) {
+  const int columns = (a.most_rows * p.group_size + kObserveColumns - 1) / kObserveColumns;
+  if (!columns) return 0;
+  return std::max(columns, std::min(kMostSplits * columns, kStateBlocks / p.heads));
 }
 
 template <class Kernel>
@@ -157,13 +159,13 @@ void observe(const kvlathe_observe_args& a) {
   }
   if (!tiles) return;
   if (a.most_rows <= 1) tiles = std::min(tiles, kDecodeBlocks);
-  const int columns = (a.most_rows * p.group_size + kObserveColumns - 1) / kObserveColumns;
-  p.splits = splits_of(a, p, columns);
+  p.spare = spare_rows(a, p);
+  const int blocks = blocks_of(a, p);
   const auto with = [&](auto kind) {
     using P = decltype(kind);
     const bool half = a.call->element == KVLATHE_F16;
-    launch(half ? observe_states<Half, P> : observe_states<Bfloat, P>, p, columns * p.splits,
-           a.batch, shared, a.call->stream);
+    launch(half ? observe_states<Half, P> : observe_states<Bfloat, P>, p, blocks, a.batch, shared,
+           a.call->stream);
     launch(half ? observe_tokens<Half, P> : observe_tokens<Bfloat, P>, p, tiles, a.batch, shared,
            a.call->stream);
   };

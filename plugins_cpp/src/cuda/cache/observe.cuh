@@ -3,8 +3,8 @@
 // probabilities. A token's score has one writer, so nothing is added atomically.
 //
 // Few rows leave few blocks for the first kernel. So several blocks may share the tokens of a
-// column, each with a state of its own. The second kernel merges them. A session calls the longest
-// sequence of a step observed, so only decode steps have few rows.
+// column, each with a state of its own. The second kernel merges them. How many share them is found
+// here, by the observed rows of each sequence: those of a decode share also beside a prompt chunk.
 //
 // Columns are query heads of observed rows. A block multiplies 64 tokens by 64 columns.
 #pragma once
@@ -22,6 +22,11 @@ constexpr int kObserveTokens = 16 * kObserveWarps;
 constexpr int kObserveColumns = 64;
 constexpr int kColumnTiles = kObserveColumns / 8;
 constexpr float kNoScore = -1e30f;
+
+// Blocks of one sequence that a GPU should have for the states, and how many share a column's tokens
+// at most.
+constexpr int kStateBlocks = 128;
+constexpr int kMostSplits = 16;
 
 struct ObservePart {
   const int32_t *page_table, *lengths;
@@ -49,11 +54,11 @@ struct ObserveParams {
   const uint16_t* q;
   int64_t q_stride;
   const int32_t *cu_seqlens_q, *rows, *row_starts, *positions;
-  float2* states;  // [splits, heads, columns of all rows]
+  float2* states;  // [heads, rows and spare rows of all sequences, group_size]
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts, tokens;
-  int32_t splits;  // blocks that share the tokens of a column
-  int32_t pitch;   // bytes of a row in shared memory
+  int32_t spare;  // rows of states that each sequence has beside those of its rows
+  int32_t pitch;  // bytes of a row in shared memory
   ObservePart part[KVLATHE_MAX_SLOTS];
   ObserveHead head[KVLATHE_MAX_HEADS];
 };
@@ -93,12 +98,18 @@ struct ObservedRows {
   const ObserveParams& p;
   const ObserveHead& head;
   int sequence, lane, first, columns, start;
+  int splits;  // blocks that share the tokens of a column
 
   __device__ ObservedRows(const ObserveParams& p, int h, int b)
       : p(p), head(p.head[h]), sequence(b), lane(h), first(p.row_starts[b]) {
-    columns = (p.row_starts[b + 1] - first) * p.group_size;
+    const int rows = p.row_starts[b + 1] - first;
+    columns = rows * p.group_size;
     start = p.cu_seqlens_q[b];
+    const int room = 1 + p.spare / max(1, rows);
+    splits = max(1, min(min(kMostSplits, room), kStateBlocks / max(1, tiles() * p.heads)));
   }
+  // Of 64 columns.
+  __device__ int tiles() const { return (columns + kObserveColumns - 1) / kObserveColumns; }
   __device__ int length(int part) const {
     return p.part[part].lengths[sequence * p.part[part].lengths_stride];
   }
@@ -109,8 +120,9 @@ struct ObservedRows {
   // How many of the step's tokens a column sees.
   __device__ int sees(int column) const { return row_of(column) - start + 1; }
   __device__ float2* state(int column, int split) const {
-    const int64_t row = int64_t{split * p.heads + lane} * p.tokens + first;
-    return p.states + row * p.group_size + column;
+    const int64_t before = int64_t{p.spare} * (gridDim.z * lane + sequence);
+    const int64_t row = int64_t{p.tokens} * lane + first + before;
+    return p.states + row * p.group_size + split * columns + column;
   }
 };
 
@@ -268,8 +280,8 @@ struct ColumnState {
 template <class E, class P>
 __global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_constant__ P p) {
   const ObservedRows o(p, blockIdx.y, blockIdx.z);
-  const int split = int(blockIdx.x) % p.splits;
-  const int column = int(blockIdx.x) / p.splits * kObserveColumns;
+  const int split = int(blockIdx.x) % o.splits;
+  const int column = int(blockIdx.x) / o.splits * kObserveColumns;
   if (column >= o.columns) return;
   const int count = min(o.columns - column, kObserveColumns);
   const ObserveRoom room(dynamic_shared(), p.pitch);
@@ -283,7 +295,7 @@ __global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_c
     const bool fresh = p.part[part].fresh;
     const int length = o.length(part), end = length + (fresh ? last : 0);
 #pragma unroll 1
-    for (int token = split * kObserveTokens; token < end; token += p.splits * kObserveTokens) {
+    for (int token = split * kObserveTokens; token < end; token += o.splits * kObserveTokens) {
       __syncthreads();
       load_keys<E, P::kFloat8>(o, part, token, end, room);
       __syncthreads();
@@ -334,7 +346,7 @@ __global__ void __launch_bounds__(kObserveThreads) observe_states(const __grid_c
 __device__ inline float2 merged_state(const ObservedRows& o, int column) {
   ColumnState whole;
 #pragma unroll 1
-  for (int split = 0; split < o.p.splits; ++split) {
+  for (int split = 0; split < o.splits; ++split) {
     const float2 other = *o.state(column, split);
     whole.merge(other.x, other.y);
   }

@@ -33,11 +33,13 @@ class Observer:
         device: torch.device,
         most_rows: int,
     ) -> None:
-        """``forms`` by layer. ``most_rows``: tokens of the largest step."""
+        """``forms`` by layer. ``most_rows``: tokens of the largest step. Its memory is
+        twice what their states need, so that blocks can share the rows of some."""
         layout = CacheLayout(plan)
         self.layers = {i: LayerScores(layout, i, form) for i, form in forms.items()}
         heads = max(form.heads for form in forms.values())
-        size = 2 * most_rows * plan.model.group_size * heads
+        of_row = 2 * plan.model.group_size * heads
+        size = 2 * most_rows * of_row
         self.states = torch.empty(size, dtype=torch.float32, device=device)
 
     def queue(
