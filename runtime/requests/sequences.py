@@ -96,7 +96,7 @@ class SequenceFactory:
         that end at multiples of ``grid``."""
         observes = self._plan.index.observation is not None
         return Sequence(
-            tokens,
+            list(tokens),  # it grows, and the caller's list does not
             prompt,
             self._pool.open(),
             path_of(self._plan, prompt, grid),

@@ -85,6 +85,13 @@ def test_requests_share_the_pages_of_a_compacted_prefix_on_a_gpu(
     laws.requests_share_the_pages(compacting(cuda, kind))
 
 
+@pytest.mark.parametrize("kind", laws.KINDS)
+def test_requests_and_a_compaction_beside_them_come_to_what_each_does_alone(
+    cuda: CudaLibrary, kind: str
+) -> None:
+    laws.requests_beside_a_compaction(compacting(cuda, kind), 20)
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def pair(
     request: pytest.FixtureRequest,

@@ -168,6 +168,15 @@ def test_requests_share_the_pages_of_a_compacted_prefix_in_the_kernels(
     )
 
 
+@pytest.mark.parametrize("kind", SOME)
+def test_requests_and_a_compaction_beside_them_come_to_what_each_does_alone(
+    native: Native, moving: ctypes.CDLL, kind: str
+) -> None:
+    laws.requests_beside_a_compaction(
+        in_torch(native, RankingLibrary(native, moving), laws.compacting_plan(kind)), 40
+    )
+
+
 @pytest.mark.nightly
 def test_the_kernels_attend_lanes_that_keep_different_numbers(
     native: Native, kernels: ctypes.CDLL, moving: ctypes.CDLL

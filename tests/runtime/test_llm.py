@@ -183,6 +183,13 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
         )
 
 
+def test_a_request_leaves_the_callers_tokens_alone() -> None:
+    engine, tokens = llm("torch", "one"), list(text(5))
+    request = engine.sequence(tokens, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    engine.thread.wait(engine.thread.submit([request], lambda _: None))
+    assert request.tokens[:5] == tokens == list(text(5)) and len(request.tokens) == 8
+
+
 @pytest.mark.parametrize("kind", ["split", "sealed", "budget"])
 def test_the_longest_sequence_fits_and_no_longer_one(kind: str) -> None:
     made = llm("torch", kind, 300)

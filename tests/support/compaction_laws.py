@@ -3,6 +3,8 @@ is answered behind it are those of the session on the CPU, and of float64."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +24,7 @@ from tests.support.compaction_cases import (
     prompt,
 )
 from tests.support.prefix_cases import forget, prefixes
-from tests.support.runtime_cases import compacting_plans, model_shape
+from tests.support.runtime_cases import compacting_plans, model_shape, text
 from tests.support.tiers import with_tiers
 
 Places = npt.NDArray[np.int64]
@@ -134,6 +136,30 @@ def answer_rows(ids: list[int], answer: list[int]) -> tuple[list[int], range]:
     """A prompt with its answer, and the places whose logits the answer is chosen by."""
     first = len(ids) - 1
     return [*ids, *answer], range(first, first + len(answer))
+
+
+def requests_beside_a_compaction(llm: LLM, tokens: int) -> None:
+    """A step of theirs flies while the compaction takes its own, with scratch memory.
+    The first ``tokens`` of each answer and the prefix are what they are alone."""
+    assert llm.engine.context.samples
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    others = [list(text(60 + 30 * i, 4000)) for i in range(3)]
+    alone = [answer.token_ids[:tokens] for answer in llm.generate(others, params)]
+    made = llm.compact(prompt()[:PREFIX], 0.5)
+    forget(llm)
+    begun, taken = threading.Event(), itertools.count()
+    requests = [llm.sequence(one, params) for one in others]
+    pending = llm.thread.submit(
+        requests, lambda _: begun.set() if next(taken) == 3 else None
+    )
+    assert begun.wait(60)
+    beside = llm.compact(prompt()[:PREFIX], 0.5)
+    running = [request.answered for request in requests]
+    llm.thread.wait(pending)
+    assert [request.answer[:tokens] for request in requests] == alone
+    assert max(running) > 1
+    assert (beside.lane_tokens, beside.bytes) == (made.lane_tokens, made.bytes)
+    forget(llm)
 
 
 def requests_share_the_pages(llm: LLM) -> None:
