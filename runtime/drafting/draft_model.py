@@ -22,6 +22,8 @@ from kvlathe.runtime.drafting.rates import EVERYBODY, OWN, Rates, judge
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import Chunk, PrefillChunk, Rows, Sequence
+from kvlathe.runtime.text.guide import masks_of
+from kvlathe.runtime.text.masks import after
 from kvlathe.runtime.text.sampler import NO_TOKEN, Request, rows_of, sample
 
 AT_FIRST = [0.7] * 16
@@ -179,13 +181,14 @@ class DraftModel:
     ) -> list[int]:
         requests: list[Request] = []
         for sequence in going:
-            ahead = guesses[sequence]
+            ahead, guide = guesses[sequence], sequence.guide
             request = dataclasses.replace(
                 sequence.request,
                 context=[*sequence.tokens, *ahead],
                 ahead=len(ahead),
+                guide=guide and after(guide, ahead),
             )
             requests.append(request)
-        rows = rows_of(requests)
+        rows = rows_of(requests, masks_of([request.guide for request in requests]))
         silent = dataclasses.replace(rows, logprobs=rows.logprobs * 0 - 1)
         return sample(logits, silent).tokens.tolist()

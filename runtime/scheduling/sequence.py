@@ -17,7 +17,7 @@ from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.scheduling.prompt import PromptPath
 from kvlathe.runtime.sessions.protocols import PassRows
-from kvlathe.runtime.text.masks import Guide
+from kvlathe.runtime.text.masks import Guide, after
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import TextStream
@@ -347,13 +347,16 @@ class DecodeChunk(Chunk):
         """The requests of the next token and, where it has drafts, of those after
         them."""
         sequence = self.sequence
-        first = sequence.request
-        requests = [first]
-        for ahead in range(1, len(self.drafts) + 1):
-            context: Items[int] = sequence.tokens
+        last = sequence.request
+        requests = [last]
+        for ahead, token in enumerate(self.drafts, 1):
+            guide, context = last.guide, last.context
+            if guide is not None:
+                guide = after(guide, [token])
             if sequence.params.has_penalties:
-                context = [*sequence.tokens, *self.drafts[:ahead]]
-            requests.append(replace(first, context=context, ahead=ahead))
+                context = [*context, token]
+            last = replace(last, context=context, ahead=ahead, guide=guide)
+            requests.append(last)
         return requests
 
     def advance(self, rows: PassRows | None) -> None:

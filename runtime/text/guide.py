@@ -15,6 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -130,6 +131,16 @@ class StructureGuide:
         """Go on by a token that its mask allows, or one that ends the text."""
         if self.failure is None and not self._matcher.consume_token(token):
             self._failure = self._failed()
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask allows a token. It need not be made for that."""
+        return self._matcher.validate_tokens([token]) == 1
+
+    def copy(self) -> StructureGuide:
+        """A guide at the same place."""
+        made = copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
 
     def _failed(self) -> StructureError:
         found = reason_of(self._matcher.get_error()) or EMPTY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,9 +53,35 @@ class Guide(Protocol):
         """Write the next token's mask [1, words]."""
         ...
 
+    def allows(self, token: int) -> bool:
+        """Whether its mask allows a token."""
+        ...
+
     def accept(self, token: int) -> None:
         """Go on by a token that its mask allows, or one that ends the text."""
         ...
+
+    def copy(self) -> Guide:
+        """A guide at the same place, which goes its own way."""
+        ...
+
+
+def allowed(guide: Guide, tokens: Sequence[int]) -> int:
+    """How many of ``tokens`` may follow, one after the other."""
+    ahead = guide.copy()
+    for count, token in enumerate(tokens):
+        if ahead.stopped or (ahead.asks and not ahead.allows(token)):
+            return count
+        ahead.accept(token)
+    return len(tokens)
+
+
+def after(guide: Guide, tokens: Sequence[int]) -> Guide:
+    """The guide behind ``tokens``, which may follow."""
+    ahead = guide.copy()
+    for token in tokens:
+        ahead.accept(token)
+    return ahead
 
 
 def no_bits(rows: int, vocabulary: int) -> Bits:

@@ -4,6 +4,7 @@ so, and holds what follows to its structure."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,6 +116,17 @@ class ThoughtGuide:
         elif self._then is not None:
             self._answer(self._then, token)
 
+    def allows(self, token: int) -> bool:
+        """Whether the mask allows a token."""
+        return in_mask(self, token)
+
+    def copy(self) -> ThoughtGuide:
+        """A guide at the same place."""
+        made = copy(self)
+        made._forced = [*self._forced]
+        made._then = self._then and self._then.copy()
+        return made
+
     # -- the beginning -----------------------------------------------------------------
     def _heads(self) -> list[tuple[int, tuple[int, ...]]]:
         """What the answer may begin with, and the state behind it."""
@@ -158,11 +170,7 @@ class ThoughtGuide:
     def _allows(self, token: int) -> bool:
         """Whether the structure itself may go on with a token."""
         assert self._then is not None
-        if not self._then.asks:
-            return False
-        bits = no_bits(1, self.vocabulary)
-        self._then.fill(bits)
-        return bool(bits[0, token // WORD] >> (token % WORD) & 1)
+        return self._then.asks and self._then.allows(token)
 
     # -- thoughts ----------------------------------------------------------------------
     def _think(self, token: int) -> None:
@@ -255,6 +263,23 @@ class LeastTokens:
         self._left -= 1
         if self._then is not None:
             self._then.accept(token)
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask allows a token."""
+        return in_mask(self, token)
+
+    def copy(self) -> LeastTokens:
+        """A guide at the same place."""
+        made = copy(self)
+        made._then = self._then and self._then.copy()
+        return made
+
+
+def in_mask(guide: Guide, token: int) -> bool:
+    """Whether a guide that asks allows a token."""
+    bits = no_bits(1, guide.vocabulary)
+    guide.fill(bits)
+    return bool(bits[0, token // WORD] >> (token % WORD) & 1)
 
 
 def allow(bits: np.ndarray, tokens: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.row_costs import RowCosts
 from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step, StepPart
+from kvlathe.runtime.text.masks import allowed
 
 log = logging.getLogger("kvlathe")
 MOST_DRAFTS = 8
@@ -105,7 +106,7 @@ class Speculation(StepPart):
         chances: dict[Sequence, list[float]] = {}
         for sequence in decoding:
             most = min(self._most(sequence, pool), room)
-            if most > 0 and sequence.guide is None:
+            if most > 0:
                 each = drafter.chances(sequence, most)
                 chances[sequence] = list(accumulate(each, mul))
         counts = self._worth(chances, len(decoding), room)
@@ -154,11 +155,15 @@ class Speculation(StepPart):
         return counts
 
     def _cut(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """The guess up to what would end the answer."""
+        """The guess up to what would end the answer, or its structure does not
+        allow."""
         ends = self._stop_ids.union(sequence.params.stop_ids)
         for place, token in enumerate(tokens):
             if token in ends:
-                return tokens[:place]
+                tokens = tokens[:place]
+                break
+        if sequence.guide is not None:
+            tokens = tokens[: allowed(sequence.guide, tokens)]
         return tokens
 
     def after(self, step: Step) -> None:
@@ -197,8 +202,9 @@ class Speculation(StepPart):
 
 def kept(guesses: Items[int], choices: Items[Choice]) -> Items[Choice]:
     """The choices up to the first that was guessed wrong, which is the last one whose
-    row has seen only tokens that count."""
+    row has seen only tokens that count. Where a row behind a guess has no token the
+    guess itself is tried again, alone, and says why."""
     for place, guessed in enumerate(guesses):
-        if choices[place][0] != guessed:
+        if isinstance(choices[place + 1][0], Exception) or choices[place][0] != guessed:
             return choices[: place + 1]
     return choices

@@ -13,7 +13,8 @@ import tokenizers
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.guide import Guides
-from kvlathe.runtime.text.masks import Guide, no_bits
+from kvlathe.runtime.text.masks import Guide, after, no_bits
+from kvlathe.runtime.text.masks import allowed as fitting
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure, ThoughtForm
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -67,6 +68,31 @@ def walked(guide: Guide, ids: list[int]) -> None:
 
 def encoded(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_copy_goes_its_own_way_and_allows_what_its_mask_does(seed: int) -> None:
+    """Along random tokens: a structure, thoughts before it, and a least length."""
+    chance = random.Random(seed)
+    form = ThoughtForm("<think>", "</think>", inside=chance.choice([True, None]))
+    structure = chance.choice([OBJECT, Structure.after_thoughts(form, OBJECT)])
+    guide = guides().guide(structure)
+    if chance.random() < 0.5:
+        guide = guides().least(9, [*tokenizer().eos_ids], guide)
+    walk = [*encoded("</think>")] if structure is not OBJECT and form.inside else []
+    for _ in range(25):
+        left = allowed(guide)
+        if guide.stopped or left is None:
+            break
+        some = chance.sample(range(VOCABULARY), 20) + chance.sample(sorted(left), 1)
+        assert [guide.allows(one) for one in some] == [one in left for one in some]
+        token = walk.pop(0) if walk else some[-1]
+        after(guide, [token])
+        assert allowed(guide) == left
+        assert fitting(guide, [token]) == 1
+        wrong = [one for one in some if one not in left]
+        assert not wrong or fitting(guide, [*wrong, token]) == 0
+        guide.accept(token)
 
 
 @pytest.mark.parametrize("inside", [True, None])
