@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from benchmarks.support.triton_jit import jit
 from benchmarks.support.triton_rows import WIDEST, halves, load_queries, next_weights
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 LANES: tl.constexpr = tl.constexpr(14)
 """Columns of the lane table (triton_decode.LANE)."""

@@ -27,8 +27,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from benchmarks.support.triton_codes import LANES, dequantized_span, integer_span
-from benchmarks.support.triton_jit import jit
 from benchmarks.support.triton_rows import WIDEST, leave, rebuilt_span, rows_span
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 LANE = ("rank_k", "rank_v", "k", "k_meta", "v", "v_meta", "groups_k", "first_group", "q_at", "o_at", "k_sums", "v_sums",
         "tail_k", "tail_v")  # fmt: skip

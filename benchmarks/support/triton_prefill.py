@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from benchmarks.support.triton_codes import coded
-from benchmarks.support.triton_jit import jit
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 HEAD = ("rank_k", "rank_v", "q_at", "k_at", "v_at", "o_at", "first", "dim_k")
 """Columns of the table of heads, int32: ranks; columns of q, k, v and o; K's first

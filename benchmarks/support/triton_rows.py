@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from benchmarks.support.triton_jit import jit
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 WIDEST: tl.constexpr = tl.constexpr(128)
 

@@ -72,14 +72,18 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """x [T, D] -> what each chosen expert counts [T, chosen], float32, and which they
     are, [T, chosen]."""
+    logits = router_logits(x, weights, routing)
+    return choose(logits, weights.correction, routing)
+
+
+def router_logits(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
+    """x [T, D] -> [T, E]"""
     router = weights.router
     # Sigmoids lie close together, and so do scores that a correction chooses among.
     if routing.scores == "sigmoid" or weights.correction is not None:
         x, router = x.float(), router.float()
     logits = x @ router
-    if weights.router_bias is not None:
-        logits = logits + weights.router_bias
-    return choose(logits, weights.correction, routing)
+    return logits if weights.router_bias is None else logits + weights.router_bias
 
 
 def _biased(every: Tensor, bias: Tensor | None) -> Tensor:

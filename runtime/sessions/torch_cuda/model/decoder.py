@@ -26,12 +26,13 @@ from kvlathe.layers.decoder import (
     run_layer,
     tied_head,
 )
-from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.experts import ExpertWeights
 from kvlathe.layers.gated import HeadOutputs
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
+from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import experts_map
 from kvlathe.runtime.sessions.torch_cuda.model.latent import LatentMaps
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     Linear,
@@ -283,10 +284,7 @@ def _qkv_of(
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
     if not tensors or wiring.routing is None:
         return None
-    routing = wiring.routing
-    activation = wiring.activation
-    weights = ExpertWeights(**tensors)
-    return lambda x: run_experts(x, weights, routing, activation)
+    return experts_map(ExpertWeights(**tensors), wiring.routing, wiring.activation)
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Protocol, overload
+from typing import Protocol, overload
+
+from torch import Tensor
 
 
 class Kernel(Protocol):
     """A kernel: called by other kernels, launched as ``kernel[grid](...)``, or compiled
     by ``warmup``."""
 
-    def __call__(self, *arguments: Any) -> Any: ...  # noqa: ANN401  (Triton's values)
+    def __call__(self, *arguments: object) -> Tensor: ...
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
     def warmup(self, *arguments: object, **constants: object) -> object: ...
 

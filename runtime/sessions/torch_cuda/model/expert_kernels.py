@@ -1,0 +1,209 @@
+"""Triton: experts of which each token passes a few. Pairs of a token and one of its
+experts are put into tiles, each of one expert, and products read the weights of experts
+that own a tile.
+
+Sizes: T tokens, C experts that each passes, P = T * C pairs, E experts, B tiles of M rows
+at most, D hidden size, I columns of an expert. ``K`` inputs and ``N`` outputs of a product.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
+
+tl = import_module("triton.language")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    constexpr = int  # a number, a flag or a name
+else:  # Triton reads annotations, and knows no others
+    Tensor, constexpr = tl.tensor, tl.constexpr
+
+
+# fmt: off
+@jit
+def choose(logits: Tensor, correction: Tensor, weights: Tensor, experts: Tensor,
+           least: float, E: constexpr, WIDE: constexpr, C: constexpr, SLOTS: constexpr,
+           IS_SIGMOID: constexpr, IS_NORMALIZED: constexpr, IS_CORRECTED: constexpr) -> None:
+    """One token a program, as ``choose`` in kvlathe/layers/routing.py without groups:
+    logits [T, E], correction [E] -> weights [T, C] float32, experts [T, C] int32. ``WIDE``
+    and ``SLOTS``: E and C up to powers of two."""
+    token = tl.program_id(0)
+    every, slots = tl.arange(0, WIDE), tl.arange(0, SLOTS)
+    real = every < E
+    x = tl.load(logits + token * E + every, mask=real, other=float("-inf")).to(tl.float32)
+    if IS_SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        scores = tl.exp(x - tl.max(x, 0))
+        scores = scores / tl.sum(scores, 0)
+    ranked = scores
+    if IS_CORRECTED:
+        ranked = scores + tl.load(correction + every, mask=real, other=0.0)
+    ranked = tl.where(real, ranked, float("-inf"))
+    own = tl.zeros([SLOTS], tl.float32)
+    places = tl.zeros([SLOTS], tl.int32)
+    for slot in range(C):
+        # Among numbers that are none, any expert: but one that there is.
+        best = tl.minimum(tl.argmax(ranked, 0), E - 1)
+        weight = tl.sum(tl.where(every == best, scores, 0.0), 0)
+        own = tl.where(slots == slot, weight, own)
+        places = tl.where(slots == slot, best, places)
+        ranked = tl.where(every == best, float("-inf"), ranked)
+    if IS_NORMALIZED:
+        own = own / (tl.sum(own, 0) + least)
+    tl.store(weights + token * C + slots, own, mask=slots < C)
+    tl.store(experts + token * C + slots, places, mask=slots < C)
+
+
+@jit(do_not_specialize=["pairs"])
+def rank(experts: Tensor, counts: Tensor, ranks: Tensor, pairs: int, MANY: constexpr) -> None:
+    """experts [P] -> counts [E], which are 0 before, and each pair's place among those of
+    its expert, ranks [P]. Which is first does not matter: rows do not touch."""
+    pair = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    is_pair = pair < pairs
+    expert = tl.load(experts + pair, mask=is_pair, other=0)
+    found = tl.atomic_add(counts + expert, 1, mask=is_pair, sem="relaxed")
+    tl.store(ranks + pair, found, mask=is_pair)
+
+
+@jit(do_not_specialize=["pairs", "tiles"])
+def place(experts: Tensor, counts: Tensor, ranks: Tensor, rows: Tensor, owners: Tensor,
+          pairs: int, tiles: int, E: constexpr, WIDE: constexpr, M: constexpr,
+          MANY: constexpr) -> None:
+    """counts [E], and experts and ranks [P] -> owners [B]: the expert of each tile, -1 where
+    a tile has none; rows [B, M], which are 0 before: one more than the pair of each row."""
+    every = tl.arange(0, WIDE)
+    count = tl.load(counts + every, mask=every < E, other=0)
+    needs = (count + M - 1) // M
+    ends = tl.cumsum(needs, 0)
+    some = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    owner = tl.sum((ends[None, :] <= some[:, None]).to(tl.int32), 1)
+    tl.store(owners + some, tl.where(owner < E, owner, -1), mask=some < tiles)
+    is_pair = some < pairs
+    expert = tl.load(experts + some, mask=is_pair, other=0)
+    is_own = expert[:, None] == every[None, :]
+    first = tl.sum(tl.where(is_own, (ends - needs)[None, :], 0), 1)
+    at = first * M + tl.load(ranks + some, mask=is_pair, other=0)
+    tl.store(rows + at, some + 1, mask=is_pair)
+
+
+@jit
+def activated(x: Tensor, ACTIVATION: constexpr) -> Tensor:
+    """As ACTIVATIONS in kvlathe/layers/rows.py."""
+    if ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "tanh gelu")
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
+
+
+@jit
+def combined(gate: Tensor, up: Tensor, alpha: float, limit: float, ACTIVATION: constexpr,
+             IS_GATED: constexpr, IS_BOUNDED: constexpr) -> Tensor:
+    """As ``_gated`` in kvlathe/layers/experts.py, or a plain MLP's activation of up."""
+    if IS_BOUNDED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        found = gate * tl.sigmoid(alpha * gate) * (up + 1)
+    elif IS_GATED:
+        found = activated(gate, ACTIVATION) * up
+    else:
+        found = activated(up, ACTIVATION)
+    return found
+
+
+@jit
+def weights_at(weights: Tensor, first: int, n: Tensor, K: constexpr, N: constexpr,
+               KS: constexpr, NS: constexpr) -> Tensor:
+    """[KS, NS] of weights [K, N]; zeros past its ends."""
+    k = first + tl.arange(0, KS)
+    at = weights + k[:, None] * N + n[None, :]
+    if K % KS == 0 and N % NS == 0:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
+    return found
+
+
+@jit
+def inputs_at(rows: Tensor, real: Tensor, first: int, K: constexpr, KS: constexpr) -> Tensor:
+    """[M, KS] of the inputs that ``rows`` [M] point to; zeros for rows that are not
+    ``real``, and past the end."""
+    k = first + tl.arange(0, KS)
+    at = rows[:, None] + k[None, :]
+    is_in = real[:, None]
+    if K % KS:
+        is_in = is_in & (k < K)[None, :]
+    return tl.load(at, mask=is_in, other=0.0)
+
+
+@jit
+def inner(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor, up_bias: Tensor, out: Tensor,
+          rows: Tensor, owners: Tensor, alpha: float, limit: float, C: constexpr, K: constexpr,
+          N: constexpr, IS_GATED: constexpr, IS_BIASED: constexpr, ACTIVATION: constexpr,
+          IS_BOUNDED: constexpr, M: constexpr, NS: constexpr, KS: constexpr) -> None:
+    """x [T, D], gate and up [E, D, I], biases [E, I] -> what the second product reads, out
+    [B * M, I]: of tile ``tile``, NS columns."""
+    tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
+    owner = tl.load(owners + tile).to(tl.int64)
+    if owner < 0:
+        return
+    at = tile * M + tl.arange(0, M)
+    pair = tl.load(rows + at) - 1
+    real = pair >= 0
+    x_rows = x + (pair // C).to(tl.int64) * K
+    n = columns * NS + tl.arange(0, NS)
+    ups = tl.zeros([M, NS], tl.float32)
+    gates = tl.zeros([M, NS], tl.float32)
+    for first in range(0, K, KS):
+        own = inputs_at(x_rows, real, first, K, KS)
+        ups = tl.dot(own, weights_at(up + owner * K * N, first, n, K, N, KS, NS), ups)
+        if IS_GATED:
+            gates = tl.dot(own, weights_at(gate + owner * K * N, first, n, K, N, KS, NS), gates)
+    is_column = n < N
+    if IS_BIASED:
+        ups += tl.load(up_bias + owner * N + n, mask=is_column, other=0.0)[None, :].to(tl.float32)
+        if IS_GATED:
+            shift = tl.load(gate_bias + owner * N + n, mask=is_column, other=0.0)
+            gates += shift[None, :].to(tl.float32)
+    found = combined(gates, ups, alpha, limit, ACTIVATION, IS_GATED, IS_BOUNDED)
+    to = out + at[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(to, found, mask=is_column[None, :])
+
+
+@jit
+def outer(inputs: Tensor, down: Tensor, bias: Tensor, shares: Tensor, out: Tensor, rows: Tensor,
+          owners: Tensor, K: constexpr, N: constexpr, IS_BIASED: constexpr, M: constexpr,
+          NS: constexpr, KS: constexpr) -> None:
+    """inputs [B * M, I], down [E, I, D], bias [E, D], shares [P] -> out [P, D]: of each pair
+    what its expert gives, times its share."""
+    tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
+    owner = tl.load(owners + tile).to(tl.int64)
+    if owner < 0:
+        return
+    at = tile * M + tl.arange(0, M)
+    pair = tl.load(rows + at) - 1
+    real = pair >= 0
+    own_rows = inputs + at.to(tl.int64) * K
+    n = columns * NS + tl.arange(0, NS)
+    found = tl.zeros([M, NS], tl.float32)
+    for first in range(0, K, KS):
+        own = inputs_at(own_rows, real, first, K, KS)
+        found = tl.dot(own, weights_at(down + owner * K * N, first, n, K, N, KS, NS), found)
+    is_column = n < N
+    if IS_BIASED:
+        found += tl.load(bias + owner * N + n, mask=is_column, other=0.0)[None, :].to(tl.float32)
+    found *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
+    to = out + pair[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(to, found, mask=real[:, None] & is_column[None, :])
+# fmt: on

@@ -1,0 +1,248 @@
+"""Experts of which only the chosen ones compute: pairs of a token and an expert, put
+together by expert. Sizes are those of a step, whatever was chosen, and nothing is read
+back, so that steps may be captured.
+
+Sizes: T packed tokens, C experts that each passes, P = T * C pairs, E experts, D hidden
+size, I columns of an expert.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.base.console import log
+from kvlathe.layers.experts import ExpertWeights, router_logits, run_experts
+from kvlathe.layers.routing import LEAST, Routing, choose
+from kvlathe.layers.rows import ACTIVATIONS
+from kvlathe.plan.kernel_forms import UNPROVEN
+
+KERNELS = "kvlathe.runtime.sessions.torch_cuda.model.expert_kernels"
+HALVES = (torch.float16, torch.bfloat16)
+MANY = 64
+"""Pairs, or tiles, of a program that puts them in order."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``columns`` of outputs and ``inputs`` at a time, by so many ``warps``, and loads that
+    are ``stages`` ahead."""
+
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``rows`` of one expert that are multiplied at once, where experts have up to ``mean``
+    rows on average: the first product, and the second."""
+
+    rows: int
+    mean: float
+    inner: Tuning
+    outer: Tuning
+
+
+TILES = (
+    Tile(16, 16, Tuning(64, 128, 4, 3), Tuning(128, 64, 4, 4)),
+    Tile(64, 96, Tuning(128, 64, 4, 3), Tuning(128, 64, 4, 4)),
+    Tile(128, torch.inf, Tuning(128, 64, 8, 3), Tuning(256, 64, 8, 3)),
+)
+
+
+def experts_map(
+    weights: ExpertWeights, routing: Routing, activation: str
+) -> Callable[[Tensor], Tensor]:
+    """x [T, D] -> [T, D]: the experts of a layer. All of them compute, as ``run_experts``,
+    where the kernels for chosen ones cannot run: the log says why."""
+    every = partial(
+        run_experts, weights=weights, routing=routing, activation=activation
+    )
+    if os.environ.get(UNPROVEN) != "1":
+        tell(f"kernels for chosen ones have not run on a GPU yet ({UNPROVEN}=1)")
+        return every
+    if weights.down.dtype not in HALVES:
+        tell(f"their weights are {weights.down.dtype}, not of 16 bits")
+        return every
+    try:
+        grouped = GroupedExperts(weights, routing, activation)
+        grouped.try_out()
+    except Exception as error:  # Triton's, its compilers', and the driver's
+        tell(repr(error).partition("\n")[0])
+        return every
+    return grouped
+
+
+@cache
+def tell(reason: str) -> None:
+    """Once, not for each layer."""
+    log.warning("every expert computes every token: %s", reason)
+
+
+class GroupedExperts:
+    """x [T, D] -> [T, D], as ``run_experts``. Raises ImportError where Triton is
+    missing."""
+
+    def __init__(
+        self, weights: ExpertWeights, routing: Routing, activation: str
+    ) -> None:
+        self.weights, self.routing = weights, routing
+        self.activation = ACTIVATION_NAMES[ACTIVATIONS[activation]]
+        self.kernels: ModuleType = import_module(KERNELS)
+        self.count, self.columns, self.hidden = weights.down.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mean = len(x) * self.routing.chosen / self.count
+        return self.run(x, next(tile for tile in TILES if mean <= tile.mean))
+
+    def run(self, x: Tensor, tile: Tile) -> Tensor:
+        """The same in tiles of one form."""
+        if not len(x):
+            return x.clone()
+        x = x.contiguous()
+        shares, experts = self.chosen(x)
+        rows, owners = self.grouped(experts, tile.rows)
+        inner = self._inner(x, rows, owners, tile)
+        return self._outer(inner, shares, rows, owners, tile).to(x.dtype)
+
+    def try_out(self) -> None:
+        """Compile and run every kernel once. Raises what keeps one from it."""
+        x = self.weights.down.new_zeros(1, self.hidden)
+        for tile in TILES:
+            self.run(x, tile).sum().item()
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What each pair counts [T, C] float32, and its expert [T, C] int32."""
+        routing, correction = self.routing, self.weights.correction
+        logits = router_logits(x, self.weights, routing)
+        if routing.jitter or routing.kept_groups < routing.groups:
+            shares, experts = choose(logits, correction, routing)
+            return shares.contiguous(), experts.to(torch.int32)
+        size = (len(x), routing.chosen)
+        shares = torch.empty(size, dtype=torch.float32, device=x.device)
+        experts = torch.empty(size, dtype=torch.int32, device=x.device)
+        self.kernels.choose[(len(x),)](
+            logits.contiguous(),
+            shares if correction is None else correction,
+            shares,
+            experts,
+            LEAST,
+            self.count,
+            _power(self.count),
+            routing.chosen,
+            _power(routing.chosen),
+            routing.scores == "sigmoid",
+            routing.normalized,
+            correction is not None,
+            num_warps=1,
+        )
+        return shares, experts
+
+    def grouped(self, experts: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+        """experts [T, C] int32 -> rows [B, tile]: one more than the pair of each row, 0 where
+        there is none; owners [B]: each tile's expert, or -1. B: as many tiles of ``tile`` rows
+        as there can be."""
+        pairs = experts.numel()
+        tiles = (pairs + min(self.count, pairs) * (tile - 1)) // tile
+        zeros = experts.new_zeros(tiles * tile + self.count)
+        rows, counts = zeros.split_with_sizes([tiles * tile, self.count])
+        ranks, owners = experts.new_empty(pairs), experts.new_empty(tiles)
+        programs = -(-pairs // MANY)
+        self.kernels.rank[(programs,)](experts, counts, ranks, pairs, MANY, num_warps=2)
+        self.kernels.place[(max(programs, -(-tiles // MANY)),)](
+            experts,
+            counts,
+            ranks,
+            rows,
+            owners,
+            pairs,
+            tiles,
+            self.count,
+            _power(self.count),
+            tile,
+            MANY,
+            num_warps=4,
+        )
+        return rows, owners
+
+    def _inner(self, x: Tensor, rows: Tensor, owners: Tensor, tile: Tile) -> Tensor:
+        """[B * tile, I], of rows that are none, too."""
+        own, how = self.weights, tile.inner
+        out = x.new_empty(len(rows), self.columns)
+        programs = len(owners) * -(-self.columns // how.columns)
+        self.kernels.inner[(programs,)](
+            x,
+            own.up if own.gate is None else own.gate,
+            own.up,
+            own.up if own.gate_bias is None else own.gate_bias,
+            own.up if own.up_bias is None else own.up_bias,
+            out,
+            rows,
+            owners,
+            self.routing.alpha,
+            self.routing.limit,
+            self.routing.chosen,
+            self.hidden,
+            self.columns,
+            own.gate is not None,
+            own.up_bias is not None,
+            self.activation,
+            self.routing.limit > 0,
+            tile.rows,
+            how.columns,
+            how.inputs,
+            num_warps=how.warps,
+            num_stages=how.stages,
+        )
+        return out
+
+    def _outer(
+        self, inner: Tensor, shares: Tensor, rows: Tensor, owners: Tensor, tile: Tile
+    ) -> Tensor:
+        """[T, D]"""
+        down, bias, how = self.weights.down, self.weights.down_bias, tile.outer
+        out = inner.new_empty(shares.numel(), self.hidden)
+        programs = len(owners) * -(-self.hidden // how.columns)
+        self.kernels.outer[(programs,)](
+            inner,
+            down,
+            down if bias is None else bias,
+            shares,
+            out,
+            rows,
+            owners,
+            self.columns,
+            self.hidden,
+            bias is not None,
+            tile.rows,
+            how.columns,
+            how.inputs,
+            num_warps=how.warps,
+            num_stages=how.stages,
+        )
+        return out.view(*shares.shape, self.hidden).sum(1)
+
+
+ACTIVATION_NAMES: Mapping[object, str] = {
+    F.silu: "silu",
+    F.relu: "relu",
+    ACTIVATIONS["relu2"]: "relu2",
+    F.gelu: "gelu",
+    ACTIVATIONS["gelu_new"]: "tanh gelu",
+}
+"""The kernels' names of activations."""
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (count - 1).bit_length()
