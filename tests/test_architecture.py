@@ -68,7 +68,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 
 TORCH_CUDA: dict[str, set[str]] = {
     "device": set(),
-    "inputs": {"device"},
+    "states": {"device"},
+    "inputs": {"device", "states"},
     "model": set(),
     "attention": {"device", "inputs", "model"},
     "sampling": {"model"},

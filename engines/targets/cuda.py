@@ -19,8 +19,8 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.plan.kernel_forms import (
     Refusal,
     forms_refusal,
+    heads_refusal,
     plan_refusal,
-    unlike_refusal,
 )
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -60,7 +60,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     plan."""
     check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
-    refusal = unlike_refusal(plan) or _hot_refusal(plan) or _coded_refusal(plan)
+    refusal = heads_refusal(plan) or _hot_refusal(plan) or _coded_refusal(plan)
     refusal = refusal or _size_refusal(plan) or plan_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal

@@ -17,7 +17,7 @@ from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
 from kvlathe.layers.experts import ExpertWeights, choose_experts, run_experts
 from kvlathe.layers.gated import HeadOutputs, HeadPlaces
-from kvlathe.layers.mixers import MixerParts, Spans, mix
+from kvlathe.layers.mixers import MixerParts, Spans, SpreadMemory, mix
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.plan.weight_formats import WeightFormat
@@ -114,7 +114,7 @@ class MixerBlock(nn.Module):
         return self.mixing.numbers
 
     def forward(self, x: Tensor, spans: Spans, states: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``mix``."""
+        """As ``mix``: y, and states after the step."""
         parts = MixerParts(
             project=self.project,
             out=self.out,
@@ -126,7 +126,8 @@ class MixerBlock(nn.Module):
             skip=self.skip,
             norm=self.norm,
         )
-        return mix(self.mixing, parts, x, spans, states, recur)
+        memory = SpreadMemory(self.mixing, spans, states, recur)
+        return mix(self.mixing, parts, x, memory), memory.after
 
 
 class ExpertBlock(nn.Module):

@@ -200,6 +200,8 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         temperature=spec.family.temperature,
         outputs=tuple(head_places(plan, layer) for layer in gated),
         latent=_latent_of(spec),
+        mixing=spec.family.mixer and spec.family.mixer.mixing,
+        mixes=spec.family.mixes,
     )
 
 

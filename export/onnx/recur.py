@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 from onnx import FunctionProto, GraphProto, helper
 
-from kvlathe.export.model.recurrence import CHUNK, NODES
+from kvlathe.export.model.recurrence import NODES
 from kvlathe.export.onnx.attend import DOMAIN
 from kvlathe.export.onnx.body import FLOAT, Body
+from kvlathe.layers.recurrence import CHUNK
 
 FEW = 16
 """Fewer tokens of a sequence are computed one by one. A power of two: which way a

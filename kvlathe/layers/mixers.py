@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -127,115 +127,152 @@ class MixerParts:
     norm: Tensor | None = None
 
 
-def mix(
-    mixing: Mixing,
-    parts: MixerParts,
-    x: Tensor,
-    spans: Spans,
-    states: Tensor,
-    recur: Recur,
-) -> tuple[Tensor, Tensor]:
-    """x [T, D], states [B, numbers] float32 -> (y [T, D], states after the step)."""
-    window, matrix = states.split([mixing.window, mixing.numbers - mixing.window], -1)
-    window = window.unflatten(-1, (mixing.taps - 1, mixing.channels))
+class MixerMemory(Protocol):
+    """The states of a step's sequences in one layer. What it is given, it takes over into
+    them; each call is made once a step."""
+
+    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
+        """x [T, C] and the inputs before it -> the convolution [T, C]."""
+        ...
+
+    def heads(
+        self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+    ) -> Tensor:
+        """channels [T, C] after their activation, gates [T, H or 2 H] -> what queries
+        read of the matrices [T, H, dv] float32."""
+        ...
+
+
+def mix(mixing: Mixing, parts: MixerParts, x: Tensor, memory: MixerMemory) -> Tensor:
+    """x [T, D] -> y [T, D]."""
     if mixing.kind == "conv":
         before, after, value = parts.project(x).chunk(3, -1)
-        mixed, window = _convolved(parts, before * value, spans, window)
-        return parts.out(after * mixed), window.flatten(1)
-    matrix = matrix.unflatten(-1, (mixing.heads, mixing.key_dim, mixing.value_dim))
+        return parts.out(after * memory.convolved(parts, before * value))
+    assert parts.gates
     channels, gate = parts.project(x).split([mixing.channels, mixing.inner], -1)
-    channels, window = _convolved(parts, channels, spans, window)
-    of_kind = _delta if mixing.kind == "delta" else _space
-    y, matrix = of_kind(
-        mixing, parts, F.silu(channels).float(), x, spans, matrix, recur
-    )
-    y = _gated(mixing, parts, y, gate)
-    return parts.out(y), torch.cat([window.flatten(1), matrix.flatten(1)], -1)
+    channels = F.silu(memory.convolved(parts, channels))
+    y = memory.heads(mixing, parts, channels, parts.gates(x))
+    return parts.out(_gated(mixing, parts, y, gate))
 
 
-def _convolved(
-    parts: MixerParts, x: Tensor, spans: Spans, window: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x [T, C] and the inputs before [B, K - 1, C] -> (the convolution [T, C], the
-    newest inputs after)."""
-    every = torch.cat([window, spans.spread(x).float()], 1)  # [B, K - 1 + Q, C]
-    count = spans.index.shape[1]
+class SpreadMemory:
+    """States of sequences [B, numbers] float32, whose tokens are spread side by side.
+    The definition."""
+
+    def __init__(
+        self, mixing: Mixing, spans: Spans, states: Tensor, recur: Recur
+    ) -> None:
+        window, self._matrix = states.split(
+            [mixing.window, mixing.numbers - mixing.window], -1
+        )
+        self._window = window.unflatten(-1, (mixing.taps - 1, mixing.channels))
+        self._spans, self._recur = spans, recur
+
+    @property
+    def after(self) -> Tensor:
+        """[B, numbers] after the step."""
+        return torch.cat([self._window.flatten(1), self._matrix], -1)
+
+    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
+        spans, before = self._spans, self._window
+        every = torch.cat([before, spans.spread(x).float()], 1)  # [B, K - 1 + Q, C]
+        kept = torch.arange(before.shape[1], device=x.device)
+        newest = (spans.counts.unsqueeze(1) + kept).long().unsqueeze(-1)
+        self._window = every.gather(1, newest.expand(-1, -1, x.shape[1]))
+        total = convolution(parts, every, spans.index.shape[1])
+        return spans.packed(total).to(x.dtype)
+
+    def heads(
+        self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+    ) -> Tensor:
+        rows = head_rows(mixing, parts, channels.float(), gates)
+        spread: list[Tensor] = []
+        for one in (rows.q, rows.k, rows.v):
+            heads = self._spans.spread(one.flatten(1)).unflatten(-1, one.shape[1:])
+            each = mixing.heads // one.shape[1]
+            spread.append(heads.repeat_interleave(each, 2) if each > 1 else heads)
+        q, k, v = spread
+        decays, strengths = self._spans.spread(rows.decays), None
+        if rows.strengths is not None:
+            strengths = self._spans.spread(rows.strengths)
+        size = (mixing.heads, mixing.key_dim, mixing.value_dim)
+        states = self._matrix.unflatten(-1, size)
+        y, after = self._recur(q, k, v, decays, strengths, states)
+        self._matrix = after.flatten(1)
+        y = self._spans.packed(y.flatten(2)).unflatten(-1, (mixing.heads, -1))
+        return with_skip(parts, rows, y)
+
+
+def convolution(parts: MixerParts, every: Tensor, count: int) -> Tensor:
+    """every [..., K - 1 + count, C] float32 -> [..., count, C]."""
     total = parts.conv_bias
     for tap, weight in enumerate(parts.taps):
-        term = every[:, tap : tap + count] * weight
+        term = every.narrow(-2, tap, count) * weight
         total = term if total is None else total + term
     assert total is not None
-    kept = torch.arange(window.shape[1], device=x.device)
-    newest = (spans.counts.unsqueeze(1) + kept).long().unsqueeze(-1)
-    newest = newest.expand(-1, -1, x.shape[1])
-    return spans.packed(total).to(x.dtype), every.gather(1, newest)
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Rows of a step for the matrices of heads, float32: ``q`` and ``k`` [T, G, dk],
+    ``v`` [T, H, dv], ``decays`` (their log) [T, H]; ``strengths`` [T, H] of a delta rule.
+    ``values`` [T, H, dv]: of a state space, what skips it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decays: Tensor
+    strengths: Tensor | None = None
+    values: Tensor | None = None
+
+
+def head_rows(
+    mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+) -> HeadRows:
+    """channels [T, C] float32, gates [T, H or 2 H]."""
+    return (_delta if mixing.kind == "delta" else _space)(
+        mixing, parts, channels, gates.float()
+    )
+
+
+def with_skip(parts: MixerParts, rows: HeadRows, y: Tensor) -> Tensor:
+    """y [T, H, dv], and what of ``rows`` skips the matrices."""
+    if rows.values is None or parts.skip is None:
+        return y
+    return y + rows.values * parts.skip
 
 
 def _delta(
-    mixing: Mixing,
-    parts: MixerParts,
-    channels: Tensor,
-    x: Tensor,
-    spans: Spans,
-    matrix: Tensor,
-    recur: Recur,
-) -> tuple[Tensor, Tensor]:
-    """Gated delta rule: [T, H, dv] float32, and the matrices after."""
-    assert parts.gates and parts.decay is not None and parts.step_bias is not None
+    mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+) -> HeadRows:
+    """Rows of a gated delta rule."""
+    assert parts.decay is not None and parts.step_bias is not None
     keys = mixing.groups * mixing.key_dim
     q, k, v = channels.split([keys, keys, mixing.inner], -1)
     q, k = (_unit(one.unflatten(-1, (mixing.groups, -1))) for one in (q, k))
-    strength, step = parts.gates(x).float().chunk(2, -1)
-    strength = strength.sigmoid() * mixing.strength
-    decays = F.softplus(step + parts.step_bias) * parts.decay
-    rows = q * mixing.key_dim**-0.5, k, v.unflatten(-1, (mixing.heads, -1))
-    return _recurred(mixing, rows, decays, strength, spans, matrix, recur)
+    strength, step = gates.chunk(2, -1)
+    return HeadRows(
+        q * mixing.key_dim**-0.5,
+        k,
+        v.unflatten(-1, (mixing.heads, -1)),
+        F.softplus(step + parts.step_bias) * parts.decay,
+        strength.sigmoid() * mixing.strength,
+    )
 
 
 def _space(
-    mixing: Mixing,
-    parts: MixerParts,
-    channels: Tensor,
-    x: Tensor,
-    spans: Spans,
-    matrix: Tensor,
-    recur: Recur,
-) -> tuple[Tensor, Tensor]:
-    """State space: [T, H, dv] float32, and the matrices after."""
-    assert parts.gates and parts.decay is not None and parts.step_bias is not None
-    assert parts.skip is not None
+    mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+) -> HeadRows:
+    """Rows of a state space."""
+    assert parts.decay is not None and parts.step_bias is not None
     keys = mixing.groups * mixing.key_dim
     v, k, q = channels.split([mixing.inner, keys, keys], -1)
     q, k = (one.unflatten(-1, (mixing.groups, -1)) for one in (q, k))
     v = v.unflatten(-1, (mixing.heads, -1))
-    step = parts.gates(x).float() + parts.step_bias
-    step = F.softplus(step).clamp(mixing.least_step, mixing.most_step)
-    rows = q, k, v * step.unsqueeze(-1)
-    decays = step * parts.decay
-    y, matrix = _recurred(mixing, rows, decays, None, spans, matrix, recur)
-    return y + v * parts.skip, matrix
-
-
-def _recurred(
-    mixing: Mixing,
-    rows: tuple[Tensor, Tensor, Tensor],
-    decays: Tensor,
-    strength: Tensor | None,
-    spans: Spans,
-    matrix: Tensor,
-    recur: Recur,
-) -> tuple[Tensor, Tensor]:
-    """q, k [T, G, dk], v [T, H, dv], decays and strengths [T, H] -> what queries read
-    [T, H, dv]."""
-    spread: list[Tensor] = []
-    for one in rows:
-        heads = spans.spread(one.flatten(1)).unflatten(-1, one.shape[1:])
-        each = mixing.heads // one.shape[1]
-        spread.append(heads.repeat_interleave(each, 2) if each > 1 else heads)
-    q, k, v = spread
-    strengths = None if strength is None else spans.spread(strength)
-    y, matrix = recur(q, k, v, spans.spread(decays), strengths, matrix)
-    return spans.packed(y.flatten(2)).unflatten(-1, (mixing.heads, -1)), matrix
+    step = F.softplus(gates + parts.step_bias)
+    step = step.clamp(mixing.least_step, mixing.most_step)
+    return HeadRows(q, k, v * step.unsqueeze(-1), step * parts.decay, None, v)
 
 
 def _gated(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Tensor:

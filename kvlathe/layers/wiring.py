@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import LatentForm
+from kvlathe.layers.mixers import Mixing
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.temperature import Temperature
 
@@ -18,7 +19,8 @@ class Wiring:
     layer's scores are multiplied by before the softmax. ``ropes``: which of the
     rotations each layer has; empty where there is one, or none. ``outputs``: where each
     layer's heads lie in what attention gives; empty without gates. ``latent``: that which
-    heads share. The others as in Family (export/families/family.py).
+    heads share. ``mixing``: of the layers ``mixes``, which keep a state. The others as in
+    Family (export/families/family.py).
     """
 
     norm: str
@@ -34,12 +36,14 @@ class Wiring:
     temperature: Temperature | None = None
     outputs: tuple[HeadPlaces, ...] = ()
     latent: LatentForm | None = None
+    mixing: Mixing | None = None
+    mixes: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
         """JSON has lists where this has tuples."""
         fields = dict(raw)
-        for name in ("scales", "ropes"):
+        for name in ("scales", "ropes", "mixes"):
             fields[name] = tuple(raw.get(name, ()))
         fields["outputs"] = tuple(map(_places, raw.get("outputs", ())))
         if fields.get("routing"):
@@ -48,6 +52,8 @@ class Wiring:
             fields["temperature"] = Temperature(**given)
         if given := fields.get("latent"):
             fields["latent"] = LatentForm(**given)
+        if given := fields.get("mixing"):
+            fields["mixing"] = Mixing(**given)
         return cls(**fields)
 
 

@@ -138,6 +138,12 @@ class ModelShape:
         """Whether all layers have the same heads, each its own."""
         return not (self.own_heads or self.sources)
 
+    @property
+    def alike_heads(self) -> bool:
+        """Whether all layers that have heads have the same ones, each its own."""
+        found = {one for one in self.own_heads if one.kv_heads}
+        return len(found) < 2 and not self.sources
+
     def part(self, layers: range) -> ModelShape:
         """That of some layers alone, counted from 0, which read no others' caches."""
         own = self.own_heads[layers.start : layers.stop]

@@ -18,7 +18,7 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    unknown = unlike_refusal(plan) or unproven_refusal(plan)
+    unknown = heads_refusal(plan) or unproven_refusal(plan)
     return unknown or forms_refusal(plan) or ranking_refusal(plan)
 
 
@@ -43,13 +43,16 @@ passed on a GPU."""
 
 
 def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of wide lanes: all their tests have passed on the CPU's emulation, not
-    on a GPU (docs/native.md)."""
-    if not is_wide(plan) or os.environ.get(UNPROVEN) == "1":
+    """The refusal of wide lanes and of states: all their tests have passed on a CPU, not
+    on a GPU (docs/native.md, docs/hybrids.md)."""
+    proven = not (is_wide(plan) or plan.model.states)
+    if proven or os.environ.get(UNPROVEN) == "1":
         return None
     what = f"a head has rank {_widest(plan)}"
     if plan.index.values_in_keys:
         what = "its heads share one latent (MLA)"
+    elif plan.model.states:
+        what = "some of its layers keep a state"
     return (
         f"{what}, and the kernels for it have not passed all their tests on a GPU",
         "build with --backend onnxruntime and run it on a CPU, or set "
@@ -58,12 +61,20 @@ def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of a model whose layers differ in their heads, share caches, or keep
-    states."""
+    """The refusal of a model whose layers keep states, by what keeps none; and as
+    ``heads_refusal``."""
     if plan.model.states:
-        reason = "some of its layers keep a state, which no GPU session has"
-        return reason, "build with --backend onnxruntime, and run it on a CPU"
-    if plan.model.alike:
+        reason = (
+            "some of its layers keep a state, which only --backend cuda has on a GPU"
+        )
+        return reason, "build with --backend cuda, or run it on a CPU"
+    return heads_refusal(plan)
+
+
+def heads_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of a model whose layers differ in their heads or share caches. Layers
+    may have none."""
+    if plan.model.alike_heads:
         return None
     reason = (
         "its layers have heads of unlike shapes or share caches, and no CUDA kernel "

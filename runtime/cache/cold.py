@@ -26,7 +26,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.plan.codec import PageMatrix, matrices
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.runtime.sessions.protocols import PageMover
+from kvlathe.runtime.sessions.protocols import PageMover, State
 
 Bytes = npt.NDArray[np.uint8]
 Range = tuple[int, int]
@@ -265,3 +265,6 @@ class ColdPages(PageMover):
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         self._mover.write_page(bucket, page, self._codec.decode(bucket, data))
+
+    def leave_state(self, state: State) -> None:
+        self._mover.leave_state(state)

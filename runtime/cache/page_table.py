@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
-from kvlathe.runtime.sessions.protocols import Float32, Int32
+from kvlathe.runtime.sessions.protocols import Int32, State
 
-State = Float32
-"""[numbers]: what layers keep of a sequence beside pages, after its committed tokens.
-Nobody writes to one that is there."""
 Pages = list[list[int]]
 """For each bucket page ids, oldest first."""
 

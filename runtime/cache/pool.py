@@ -326,6 +326,8 @@ class PagePool(PageArena):
         data: list[list[bytes]] = []
         for bucket, ids in enumerate(table.pages):
             data.append([mover.read_page(bucket, page) for page in ids])
+        if table.state is not None:
+            mover.leave_state(table.state)
         counts = list(table.lengths), list(table.arrived)
         swapped = Swapped(data, *counts, table.base, table.state)
         self.release(table)

@@ -42,16 +42,6 @@ def pack(
     return step
 
 
-def with_states(step: StepPlan, chunks: Items[Chunk], numbers: int) -> StepPlan:
-    """``step`` with the states of its sequences, and room for those after it. Before a
-    sequence's first token, all are zeros."""
-    states = np.zeros((len(chunks), numbers), np.float32)
-    for row, chunk in zip(states, chunks, strict=True):
-        if chunk.sequence.table.state is not None:
-            row[:] = chunk.sequence.table.state
-    return dataclasses.replace(step, states=states, states_after=np.empty_like(states))
-
-
 def _input_ids(chunks: Items[Chunk], count: int) -> Int32:
     """The ids [T] of the chunks' tokens."""
     fresh = (chunk.ids for chunk in chunks)

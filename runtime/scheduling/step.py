@@ -29,10 +29,16 @@ from kvlathe.runtime.scheduling.choosing import (
     give_choices,
     give_logits,
 )
-from kvlathe.runtime.scheduling.packing import pack, with_states
+from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.sequence import Chunk, Rows, Sequence
 from kvlathe.runtime.sessions.page_moves import PageMoves
-from kvlathe.runtime.sessions.protocols import Choose, Sampling, Session, StepPlan
+from kvlathe.runtime.sessions.protocols import (
+    Choose,
+    Sampling,
+    Session,
+    StateAfter,
+    StepPlan,
+)
 from kvlathe.runtime.text.guide import masks_of
 from kvlathe.runtime.text.sampler import StepRows, sample
 
@@ -152,6 +158,7 @@ class Step:
         self._rows = before.rows if before else None
         self._choose: Choose | None = None
         self._sampling: Sampling | None = None
+        self._state_after: StateAfter | None = None
         self._ran = False
         self._set(chunks)
         guessed = any(chunk.drafts for chunk in chunks)
@@ -230,7 +237,9 @@ class Step:
             self.context.session.apply([PageMoves(copies=copies)])
         plan = pack(self.chunks, self._rows)
         if numbers := sum(self.context.pool.plan.model.states):
-            plan = with_states(plan, self.chunks, numbers)
+            before = [chunk.sequence.table.state for chunk in self.chunks]
+            kept = self.context.session.keep_states(plan, before, numbers)
+            plan, self._state_after = kept
         for part in self.context.parts:
             plan = part.before(self, plan)
         return plan
@@ -299,7 +308,7 @@ class Step:
     def _forget(self) -> None:
         """Drop what it has computed: less of it is tried, in the memory that this
         takes."""
-        self._choose = self._sampling = None
+        self._choose = self._sampling = self._state_after = None
         self.logits = NO_LOGITS
         for chunk in self.chunks:
             chunk.logits, chunk.choices = None, ()
@@ -309,13 +318,14 @@ class Step:
         passes, pool = plan.passes, self.context.pool
         for place, chunk in enumerate(self.chunks):
             pool.commit(chunk.reservation)
-            if plan.states_after is not None:
-                chunk.sequence.table.state = plan.states_after[place].copy()
+            if self._state_after is not None:
+                chunk.sequence.table.state = self._state_after(place)
             chunk.advance(passes[place] if passes else None)
         for chunk in self.prefills:
             sequence = chunk.sequence
             if chunk.completes and sequence.length == sequence.prompt_tokens:
                 self.ended_prompts.append(chunk)
+        self._state_after = None
         for chunk in self.growing:
             drawn = len(chunk.choices)
             if self.flies:

@@ -3,10 +3,11 @@ exchanges with whoever runs it."""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,10 @@ class StepPlan:
     - ``observation_weights``: [T], 1 for rows whose attention is observed, else 0
     - ``observed_attention``: [B, lanes, N], zeros; the step fills it
     - ``states``: [B, numbers], what layers keep of each sequence before the step;
-      ``states_after`` the same, which the step fills. None: no layer keeps a state
+      ``states_after`` the same, which the step fills. None: no layer keeps a state, or
+      the session keeps them
+    - ``state_slots``: [B, 2], where the session keeps the states, before the step and
+      after it. None: no layer keeps a state, or ``states`` are given
     - ``passes``: B, of each sequence that does not pass all stages. Where the places of its
       rows are not known, its ``positions`` are those of the prompt's last tokens
     """
@@ -118,6 +122,7 @@ class StepPlan:
     passes: tuple[PassRows | None, ...] | None = None
     states: Float32 | None = None
     states_after: Float32 | None = None
+    state_slots: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,13 @@ Capability = Literal[
 """
 
 
+State = object
+"""All that layers keep of a sequence beside pages, after its committed tokens, as a
+session gives it. Nobody writes to one that is there."""
+StateAfter = Callable[[int], State]
+"""The state of a step's sequence, by its place in the step, once the step has run."""
+
+
 class PageMover(Protocol):
     """Takes whole pages out of a pool and puts them back. ``coding``: how their bytes
     are coded outside."""
@@ -186,6 +198,9 @@ class PageMover(Protocol):
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         """Swap in."""
         ...
+
+    def leave_state(self, state: State) -> None:
+        """Swap out: ``state`` is in host memory until a step needs it."""
 
 
 class Session(PageMover):
@@ -209,6 +224,19 @@ class Session(PageMover):
         Raises KvlatheError for a step that is larger than the engine was built for.
         """
         ...
+
+    def keep_states(
+        self, step: StepPlan, before: Sequence[State | None], numbers: int
+    ) -> tuple[StepPlan, StateAfter]:
+        """``step`` with the states of its sequences ``before`` it, of so many numbers
+        each; None before a sequence's first token. Here they are arrays of the host."""
+        states = np.zeros((len(before), numbers), np.float32)
+        for row, state in zip(states, before, strict=True):
+            if state is not None:
+                row[:] = cast("Float32", state)
+        after = np.empty_like(states)
+        step = dataclasses.replace(step, states=states, states_after=after)
+        return step, lambda place: after[place].copy()
 
     @abstractmethod
     def apply(self, moves: Sequence[PageMoves]) -> None:

@@ -16,7 +16,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.checkpoints import ON_GPUS, make_model
+from tests.support.checkpoints import ON_GPUS, WITH_STATES, make_model
 from tests.support.families import FAMILIES
 from tests.support.families.sizes import sizes
 
@@ -30,7 +30,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "d512-mqa": ("Llama", sizes(128, 4, 1, 512)),
 }
 """Heads as large as people's."""
-MODELS = {name: FAMILIES[name] for name in ON_GPUS} | WIDE
+MODELS = {name: FAMILIES[name] for name in (*ON_GPUS, *WITH_STATES)} | WIDE
 TOKENS = 150
 NEW = 20
 HALVES = 3

@@ -16,6 +16,8 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda, onnxruntime, tensorrt, vllm
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.plan.deal import deal
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import memory_table, states_room
 from kvlathe.runtime.llm import LLM
@@ -140,12 +142,21 @@ def test_states_count_in_the_memory_of_an_engine(
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
-def test_other_backends_refuse_states_in_words(name: str, reference: Reference) -> None:
-    plan = whole_plan(Checkpoint(reference(name)[0]).spec)
-    for target in (cuda, tensorrt, vllm):
+def test_other_backends_refuse_states_in_words(
+    name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's takes them, where one asks for what no GPU has proven yet."""
+    plan = whole_plan(Checkpoint(reference(name)[0]).spec, bits=16)
+    for target in (tensorrt, vllm):
         with pytest.raises(KvlatheError, match="keep a state"):
             target.check_plan(target.__name__.rpartition(".")[2], plan)
     assert onnxruntime.gpus(plan, "float16") == ()
+    cuda.check_plan("cuda", plan)
+    monkeypatch.delenv(UNPROVEN)
+    with pytest.raises(KvlatheError, match=f"keep a state.*set {UNPROVEN}=1"):
+        cuda.check_plan("cuda", plan)
+    with pytest.raises(KvlatheError, match="keep states"):
+        deal(plan, 2)
 
 
 @pytest.mark.parametrize("wrong", [(1,), (0, -1, 0)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -12,9 +14,11 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
+from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
+from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
@@ -89,6 +93,26 @@ def in_torch(
     return as_llm(session, plan, limits)
 
 
+def torch_session(
+    native: Native,
+    checkpoint: Checkpoint,
+    plan: CompressionPlan,
+    limits: Limits,
+    size: int,
+) -> TorchSession:
+    """The torch decoder's session of a checkpoint in float32, with a cache of ``size``
+    bytes."""
+    tensors = decoder_from(checkpoint, plan, Basis()).state_dict()
+    wired = Wiring.from_json(
+        json.loads(json.dumps(asdict(wiring(checkpoint.spec, plan))))
+    )
+    device, library = HostTorchDevice(), HostLibrary(native)
+    pool = device.allocate(size, "a cache")
+    attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
+    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
+    return TorchSession(device, library, plan, limits, pool, compute)
+
+
 class HostAttention:
     """torch_cuda's Attention by the library's op for the CPU, which appends, too."""
 
@@ -101,7 +125,8 @@ class HostAttention:
     ) -> None:
         self.plan, self.scales, self.pool = plan, scales, pool
         layout, layers = CacheLayout(plan), range(plan.model.layers)
-        self.ops = [Op(native, layer_table(layout, layer)) for layer in layers]
+        attending = [layer for layer in layers if plan.index.active(layer)]
+        self.ops = {x: Op(native, layer_table(layout, x)) for x in attending}
         self.kinds: list[tuple[bool, int]] = []
 
     def prepare(

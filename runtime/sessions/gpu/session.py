@@ -8,7 +8,7 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,6 +27,7 @@ from kvlathe.runtime.sessions.gpu.device import (
     DeviceArray,
 )
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
+from kvlathe.runtime.sessions.gpu.states import DeviceStates, slots_of
 from kvlathe.runtime.sessions.gpu.step_buffer import (
     Bindings,
     StepArrays,
@@ -37,7 +38,13 @@ from kvlathe.runtime.sessions.gpu.step_buffer import (
     graph_batch_sizes,
     kind_of,
 )
-from kvlathe.runtime.sessions.protocols import Float32, Session, StepPlan
+from kvlathe.runtime.sessions.protocols import (
+    Float32,
+    Session,
+    State,
+    StateAfter,
+    StepPlan,
+)
 from kvlathe.runtime.sessions.steps import check_step
 
 NOTHING: Bindings = {}
@@ -112,6 +119,10 @@ class DeviceSession(DevicePages, Session):
         self._graphs: dict[int, DecodeGraph] = {}
         self._buffer = StepBuffer(device, StepForm.largest(plan, limits))
         self._inputs = {**self._query_offsets(), **pool_views(pool, plan.index.unit)}
+        self._states: DeviceStates | None = None
+        if numbers := sum(plan.model.states):
+            self._states = DeviceStates(device, numbers, slots_of(limits))
+            self._inputs["states"] = self._states.memory
         self._logits = self._logits_of(limits.max_batch_size)
         self._outputs = self._allocate_outputs()
 
@@ -162,6 +173,18 @@ class DeviceSession(DevicePages, Session):
         arrays = {**buffer.bindings(form), **self._inputs, "query_offsets": offsets}
         return StepArrays(arrays, form, kind)
 
+    def keep_states(
+        self, step: StepPlan, before: Sequence[State | None], numbers: int
+    ) -> tuple[StepPlan, StateAfter]:
+        """As Session.keep_states: in slots of the GPU."""
+        assert self._states is not None
+        return self._states.keep(step, before)
+
+    def leave_state(self, state: State) -> None:
+        """As PageMover.leave_state. Waits."""
+        assert self._states is not None
+        self._states.leave(state)
+
     def lost(self) -> str:
         """As Session.lost. A GPU's fault stays: every later call tells of it."""
         try:
@@ -184,7 +207,8 @@ class DeviceSession(DevicePages, Session):
         """The CUDA graph that decodes ``batch`` sequences."""
         size = next(n for n in self.batch_sizes if n >= batch)
         if size not in self._graphs:
-            form = StepForm(size, size, size, self.widths, self._observes)
+            keeps = self._states is not None
+            form = StepForm(size, size, size, self.widths, self._observes, keeps)
             buffer = StepBuffer(self.device, form)
             arrays = self._arrays_of(buffer, form, 1, StepKind(True, size))
             work = partial(self._queue, arrays, self._logits)

@@ -1,6 +1,6 @@
 """Memory that a session of the cuda backend keeps on the GPU beside weights and pages:
 room for 16-bit copies of sealed pages, hidden states of prompts that pass stages,
-scratch pages, and what steps take that observe a prefix which is compacted."""
+scratch pages, slots of states that are no sequence's, and what steps take that observe a prefix which is compacted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvlathe.plan.kernel_forms import is_wide
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.gpu.states import OWN_SLOTS
 
 COPY_OWNER, COPY_HEADER = 8, 1 << 16
 """Bytes that a copied page takes beside itself, and those of the tables in front
@@ -39,6 +40,7 @@ def side_bytes(
     own = staged
     own += scratch_bytes(plan)
     own += observing_bytes(plan, limits)
+    own += OWN_SLOTS * plan.model.state_bytes
     if copies:
         own += room_for_copies(plan, limits, total)
     return own

@@ -51,13 +51,14 @@ class StepKind:
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
     ``short``: the other sequences, of a step that is no decode. ``chunks``: whether
-    there are prompt chunks.
+    there are prompt chunks. ``counts`` [B]: rows of each sequence of such a step.
     """
 
     decode: bool
     rows: int
     short: ShortRows = NO_SHORT_ROWS
     chunks: bool = False
+    counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +78,11 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
     counts = np.diff(step.cu_seqlens_q)
     short = np.flatnonzero((counts > 0) & (counts < LEAST_CHUNK))
     if not len(short):
-        return StepKind(False, 0, chunks=True)
+        return StepKind(False, 0, chunks=True, counts=tuple(counts.tolist()))
     rows = int(step.cu_seqlens_q[short[-1] + 1])
     chunks = bool((counts >= LEAST_CHUNK).any())
-    return StepKind(False, rows, ShortRows(counts[short], step.lengths[short]), chunks)
+    brought = ShortRows(counts[short], step.lengths[short])
+    return StepKind(False, rows, brought, chunks, tuple(counts.tolist()))
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
@@ -102,13 +104,15 @@ def graph_batch_sizes(largest: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class StepForm:
     """Sizes of a step: tokens, sequences, rows of logits, and the pages of each
-    bucket's table. ``observes``: it says which rows are observed."""
+    bucket's table. ``observes``: it says which rows are observed. ``keeps``: it says
+    where states are."""
 
     tokens: int
     batch: int
     rows: int
     widths: tuple[int, ...]
     observes: bool = False
+    keeps: bool = False
 
     @classmethod
     def of(
@@ -121,6 +125,7 @@ class StepForm:
             max(least_rows, len(step.logit_rows)),
             tuple(table.shape[1] for table in step.page_tables),
             observes,
+            step.state_slots is not None,
         )
 
     @classmethod
@@ -129,7 +134,8 @@ class StepForm:
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
         widths = (pages,) * len(plan.index.buckets)
-        return cls(tokens, limits.max_batch_size, tokens, widths, plan.index.observes)
+        more = plan.index.observes, bool(plan.model.states)
+        return cls(tokens, limits.max_batch_size, tokens, widths, *more)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -145,6 +151,8 @@ class StepForm:
         if self.observes:
             shapes["observed_rows"] = (self.tokens,)
             shapes["observed_starts"] = (self.batch + 1,)
+        if self.keeps:
+            shapes["state_slots"] = (2, self.batch)
         return shapes
 
     @cached_property
@@ -194,6 +202,10 @@ class StepForm:
                 rows, step.cu_seqlens_q
             )
             arrays["observed_starts"][batch + 1 :] = len(rows)
+        if self.keeps:
+            assert step.state_slots is not None
+            arrays["state_slots"][:, :batch] = step.state_slots.T
+            arrays["state_slots"][:, batch:] = 0
 
 
 def observed_rows(step: StepPlan) -> Int32:

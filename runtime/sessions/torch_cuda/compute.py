@@ -121,11 +121,13 @@ class TorchCompute:
     ) -> Tensor:
         """Queue some ``layers`` of a step: what leaves them [T, D]. ``x`` [T, D] enters
         them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all."""
-        calls = self.attention.prepare(step.attention, len(step.input_ids), layers)
+        attending = [i for i in layers if self.decoder.layers[i].attends]
+        calls = self.attention.prepare(step.attention, len(step.input_ids), attending)
         if x is None:
             x = self.decoder.embedded(step.input_ids, step.positions)
         attend = partial(self.attention.run, calls)
-        return self.decoder.run(x, step.positions, layers, attend, rows)
+        memories = None if step.states is None else step.states.of_layer
+        return self.decoder.run(x, step.positions, layers, attend, rows, memories)
 
     def logits(self, step: TorchStep, x: Tensor) -> Tensor:
         """[R, V] of what leaves the last layer [T, D]."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays, StepKind
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.sessions.torch_cuda.states import StepStates
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,12 +61,14 @@ class StepInputs:
 @dataclass(frozen=True, eq=False)
 class TorchStep:
     """A step as the decoder takes it: ``input_ids`` and ``positions`` int32 [T],
-    ``logit_rows`` int32 [R], and what its ``attention`` reads."""
+    ``logit_rows`` int32 [R], what its ``attention`` reads, and its ``states``, where
+    layers keep some."""
 
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     attention: StepInputs
+    states: StepStates | None = None
 
     @classmethod
     def of(cls, step: StepArrays, outputs: Bindings | None = None) -> TorchStep:
@@ -91,8 +94,16 @@ class TorchStep:
             observed,
             mass,
         )
+        states = None
+        if step.form.keeps:
+            memory, counts = tensor_of(step.arrays["states"]), step.kind.counts
+            states = StepStates.of(memory, arrays["state_slots"], counts)
         return cls(
-            arrays["input_ids"], arrays["positions"], arrays["logit_rows"], attention
+            arrays["input_ids"],
+            arrays["positions"],
+            arrays["logit_rows"],
+            attention,
+            states,
         )
 
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from kvlathe.export.model.recurrence import CHUNK, NODES, recur
+from kvlathe.export.model.recurrence import NODES, recur
 from kvlathe.export.onnx.attend import DOMAIN, OPSET
 from kvlathe.export.onnx.body import FLOAT
 from kvlathe.export.onnx.recur import recurrence_functions
 from kvlathe.layers.mixers import Spans
+from kvlathe.layers.recurrence import CHUNK
 
 Rows = list[torch.Tensor]
 

@@ -46,7 +46,7 @@ def layers_of(
     device: torch.device,
     sinks: Sequence[Tensor] = (),
 ) -> dict[int, LayerAttention]:
-    """Every layer of a plan. ``sinks``: of each, or none."""
+    """Every layer of a plan that has attention. ``sinks``: of each, or none."""
     layout = CacheLayout(plan)
     return {
         layer: LayerAttention(
@@ -56,6 +56,7 @@ def layers_of(
             sinks[layer] if sinks else None,
         )
         for layer in range(plan.model.layers)
+        if plan.index.active(layer)
     }
 
 

@@ -28,6 +28,7 @@ from kvlathe.layers.decoder import (
 )
 from kvlathe.layers.experts import ExpertWeights
 from kvlathe.layers.gated import HeadOutputs
+from kvlathe.layers.mixers import MixerMemory, Mixing, mix
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import Wiring
@@ -40,6 +41,7 @@ from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     has_map,
     output_map,
 )
+from kvlathe.runtime.sessions.torch_cuda.model.mixer import mixer_parts
 from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import OneShard, ShardGroup
 
@@ -50,6 +52,10 @@ Attend = Callable[
 ]
 """(layer, q, k, v, (cos, sin), Attend's weights by name) -> o; K and V are in
 the cache afterwards."""
+
+Memories = Callable[[int, Mixing], MixerMemory]
+"""(where a layer's numbers begin in a sequence's state, its mixing) -> its states in a
+step."""
 
 ALIGNMENT = 8
 """Elements: rows of q, k and v begin at multiples of 16 bytes."""
@@ -84,6 +90,7 @@ class TorchDecoder:
         self.head = tied_head(self.embed) if head is None else Linear(head, bias)
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
         self.ropes = _ropes(_taken(tensors, "rope."))
+        self._firsts = _first_numbers(wiring)
 
     @property
     def sinks(self) -> list[Tensor]:
@@ -115,9 +122,10 @@ class TorchDecoder:
         layers: range,
         attend: Attend,
         rows: Tensor | None = None,
+        memories: Memories | None = None,
     ) -> Tensor:
         """x [T, D] after ``layers``; x itself may hold it, too. With ``rows`` [R], which
-        tokens leave the last of them: [R, D]."""
+        tokens leave the last of them: [R, D]. ``memories``: where layers keep states."""
         angles = self._angles(positions, x.dtype)
         warmth = self.wiring.temperature
         factors = None if warmth is None else query_factors(warmth, positions)
@@ -125,7 +133,10 @@ class TorchDecoder:
         for i in layers:
             leave = rows if i == layers[-1] else None
             rope = angles[ropes[i]]
-            x = self.layers[i](x, partial(attend, i), rope, leave, factors)
+            memory = None
+            if memories is not None and self.wiring.mixing and i in self._firsts:
+                memory = memories(self._firsts[i], self.wiring.mixing)
+            x = self.layers[i](x, partial(attend, i), rope, leave, factors, memory)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -157,6 +168,14 @@ def _ropes(tensors: dict[str, Tensor]) -> list[Angles]:
         inv_freq, amplitude = (tensors[name] for name in names)
         found.append((inv_freq, amplitude))
     return found
+
+
+def _first_numbers(wiring: Wiring) -> dict[int, int]:
+    """The place in a sequence's state where the numbers of each layer begin."""
+    if wiring.mixing is None:
+        return {}
+    each = wiring.mixing.numbers
+    return {layer: each * i for i, layer in enumerate(sorted(wiring.mixes))}
 
 
 class _Layer:
@@ -200,17 +219,26 @@ class _Layer:
         gate_up_roles = [role for role in ("gate", "up") if has_map(tensors, role)]
         self.is_gated = "gate" in gate_up_roles
         product = rows.product if isinstance(rows, FusedRows) else coded_product
-        self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
-        self.qkv_maps = _qkv_of(wiring, rows, tensors, product)
-        self.has_latent = wiring.latent is not None
+        self.attends = has_map(tensors, "o")
+        if self.attends:
+            self._add_attention(wiring, layer, tensors, product)
+        self.mixing = wiring.mixing
+        self.mixer = mixer_parts(_taken(tensors, "mixer."), product)
         if gate_up_roles:
             both = beside(tensors, gate_up_roles, 1, product)
             self.gate_up_map, self.gate_up_widths = both
-        self.o = output_map(tensors, "o", group, product)
         self.down = (
             output_map(tensors, "down", group, product) if gate_up_roles else None
         )
         self.projections = _taken(tensors, "attend.")
+
+    def _add_attention(
+        self, wiring: Wiring, layer: int, tensors: dict[str, Tensor], product: Product
+    ) -> None:
+        self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
+        self.qkv_maps = _qkv_of(wiring, self.rows, tensors, product)
+        self.has_latent = wiring.latent is not None
+        self.o = output_map(tensors, "o", self.group, product)
 
     def __call__(
         self,
@@ -219,18 +247,26 @@ class _Layer:
         angles: Angles | None,
         rows: Tensor | None = None,
         query_factors: Tensor | None = None,
+        memory: MixerMemory | None = None,
     ) -> Tensor:
         """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
-        tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]."""
+        tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]. ``memory``: of a
+        layer that keeps a state."""
 
-        turned = angles if self.has_latent else None
+        turned = angles if self.attends and self.has_latent else None
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             left = angles if turned is None else None
             o = attend(q, k, v, left, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attention, rows, query_factors, turned)
+        def mixed(x: Tensor) -> Tensor:
+            assert self.mixing and self.mixer and memory is not None
+            return mix(self.mixing, self.mixer, x, memory)
+
+        attends = attention if self.attends else None
+        mixes = None if self.mixer is None else mixed
+        return run_layer(self, x, attends, rows, query_factors, turned, mixes)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.qkv_maps(x)

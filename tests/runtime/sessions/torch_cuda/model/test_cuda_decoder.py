@@ -307,7 +307,7 @@ def test_attention_is_told_what_the_sequences_of_a_step_bring(
     form = StepForm(1, 1, 1, (1,))
     arrays: Any = dict.fromkeys(form.shapes, torch.zeros(1, 1, dtype=torch.int32))
     attention: Any = SimpleNamespace(prepare=prepare)
-    decoder: Any = SimpleNamespace(layers=[None])
+    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attends=True)])
     brought = ShortRows(np.array([2]), np.array([[7]]))
     for kind in (StepKind(False, 2, brought), StepKind(False, 2, brought, chunks=True)):
         step = cuda_inputs.TorchStep.of(StepArrays(arrays, form, kind))
