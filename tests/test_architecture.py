@@ -90,7 +90,8 @@ SCHEDULING: dict[str, set[str]] = {
     "step": {"choosing", "packing", "sequence"},
     "admission": {"sequence"},
     "row_costs": {"admission"},
-    "parts": {"row_costs", "sequence", "step"},
+    "allowance": {"admission"},
+    "parts": {"allowance", "row_costs", "sequence", "step"},
     "fair_queue": {"sequence"},
     "shared_prompts": {"sequence"},
     "scheduler": {

@@ -12,6 +12,7 @@ So nothing stays of them, and no page is ever sealed with one.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.drafting.rates import EVERYBODY, OWN, Rates, judge
+from kvlathe.runtime.scheduling.admission import Mean
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import Chunk, PrefillChunk, Rows, Sequence
@@ -30,6 +32,8 @@ AT_FIRST = [0.7] * 16
 """Share of right guesses by their place, before there is evidence."""
 LAG = 16
 """Tokens, at most, that are cached by the step that guesses the next one."""
+FIRST = 64
+"""Tokens of a prompt that are computed at once before it is known how long they take."""
 RETRY = 16
 """Looks at a sequence that brought no guess, after which one is tried again."""
 
@@ -56,6 +60,8 @@ class DraftModel:
         self._together = min(self._limits.max_batch_size, max(1, most))
         self._rates = Rates(AT_FIRST, EVERYBODY)
         self._copies: dict[Sequence, Copy] = {}
+        self._token = Mean(weight=0.5)  # seconds of a token of a prompt
+        self._until = 0.0  # prompts may be computed
 
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
         """Drafter.chances."""
@@ -70,10 +76,12 @@ class DraftModel:
             return (1.0,)
         return [copy.rates.of(place) for place in range(most)]
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
         """Drafter.draft: all sequences together, a token of each in a step. Of one
-        whose prompt is not cached here, a step of the prompt is computed instead."""
+        whose prompt is not cached here, as much of it is computed instead as there is
+        time for."""
         guesses: dict[Sequence, list[int]] = {one: [] for one in counts}
+        self._until = time.perf_counter() + seconds
         going = [one for one in counts if self._is_ready(one)][: self._together]
         forks: dict[Sequence, Sequence] = {}
         try:
@@ -119,12 +127,20 @@ class DraftModel:
         left = len(known.tokens) - 1 - known.cached
         if left <= 0 or (left <= LAG and known.cached):
             return True
-        count = min(left, known.next_tokens(self._limits.max_num_tokens))
+        started = time.perf_counter()
+        most = FIRST
+        if self._token.value:
+            most = int((self._until - started) / self._token.value)
+        most = max(0, min(most, self._limits.max_num_tokens))
+        count = min(left, known.next_tokens(most))
+        if count < min(left, LAG):
+            return False
         try:
             room = self._pool.reserve(known.table, count, known.seals_after(count))
             self._engine.run([PrefillChunk(known, count, room)])
         except (OutOfPages, OutOfMemory):
             return False
+        self._token.add((time.perf_counter() - started) / count)
         return known.cached == len(known.tokens) - 1
 
     def _token_each(

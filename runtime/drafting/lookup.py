@@ -90,7 +90,7 @@ class PromptLookup:
         kinds = range(text.length, text.length + len(text.guess))
         return [text.rates.of(kind) for kind in kinds]
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
         """Drafter.draft."""
         return [self._texts[one].guess[:count] for one, count in counts.items()]
 

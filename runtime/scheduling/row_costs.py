@@ -22,14 +22,34 @@ class RowCosts:
         # Sums of weights, x, y, x x and x y, where x is rows and y the slowdown; by the
         # size of steps. Large ones may run otherwise: not in a CUDA graph, say.
         self._sums: dict[int, list[float]] = {}
+        self._ended = 0
+        self._seen: dict[int, int] = {}  # sequences that had ended then
         self._since = 0
         self._last: float | None = None  # x of the step before, if it had more rows
+
+    def plain(self, sequences: int) -> float:
+        """Seconds of a step without more rows; 0 where that is not known."""
+        mean = self._plain.get(sequences)
+        return mean.value if mean else 0.0
+
+    def ended(self) -> None:
+        """A sequence has ended, and those after it may be shorter."""
+        self._ended += 1
+
+    def _is_old(self, sequences: int) -> bool:
+        """Whether half of a step's sequences have ended since such a step was seen."""
+        since = self._ended - self._seen.get(sequences, self._ended)
+        return 2 * since >= sequences
 
     def ran(self, rows: int, sequences: int, seconds: float) -> None:
         """A step took so long."""
         mean = self._plain.setdefault(sequences, Mean())
+        if not rows:
+            if self._is_old(sequences):
+                mean.count = min(mean.count, 1)
+            self._seen[sequences] = self._ended
         if mean.count:
-            usual = mean.value * self._longer(rows, sequences)
+            usual = mean.value * self.longer(rows, sequences)
             seconds = min(seconds, MAX_SLOWDOWN * usual)
         self._last = None
         if not rows:
@@ -59,12 +79,16 @@ class RowCosts:
         where it had better be measured first how long one takes without."""
         mean = self._plain.get(sequences)
         if rows and (
-            mean is None or mean.count < MIN_PLAIN_STEPS or self._since > MAX_AGE
+            mean is None
+            or mean.count < MIN_PLAIN_STEPS
+            or self._since > MAX_AGE
+            or self._is_old(sequences)
         ):
             return math.inf
-        return self._longer(rows, sequences)
+        return self.longer(rows, sequences)
 
-    def _longer(self, rows: int, sequences: int) -> float:
+    def longer(self, rows: int, sequences: int) -> float:
+        """As ``times``, as far as it is known."""
         if not rows:
             return 1.0
         first, slope = self._line(sequences)

@@ -206,6 +206,8 @@ class Scheduler:
             self.speculation.tried(chunks)
             if tokens == len(chunks):
                 self.speculation.ran(chunks, seconds, ahead)
+            else:
+                self.speculation.ran_beside_prompts(chunks)
 
     @property
     def _step_tokens(self) -> int:

@@ -44,7 +44,7 @@ from tests.support.device_engines import (
     on_cpu,
     on_host,
 )
-from tests.support.drafts import FreeRows
+from tests.support.drafts import whatever_is_guessed
 from tests.support.host_device import HostDevice, HostLibrary
 from tests.support.runtime_cases import LIMITS, forced, text
 from tests.support.session_laws import (
@@ -187,7 +187,7 @@ def test_guesses_are_verified_where_the_logits_are(
     plain = llm.generate(prompts, params)
     llm.speculate("ngram", 4)
     made = llm.engine.scheduler.speculation
-    made.costs = FreeRows()
+    whatever_is_guessed(made)
     guessed = llm.generate(prompts, params)
     assert [one.token_ids for one in guessed] == [one.token_ids for one in plain]
     assert made.accepted > 8

@@ -19,7 +19,7 @@ from kvlathe.runtime.text.structure import Structure
 from kvlathe.server.answers import Answerer
 from kvlathe.server.metrics import State
 from kvlathe.server.schema import CompletionRequest
-from tests.support.drafts import FreeRows
+from tests.support.drafts import whatever_is_guessed
 from tests.support.fake_session import SamplesThere
 from tests.support.runtime_cases import RANKED, llm, model_shape, plans, text
 
@@ -40,9 +40,7 @@ ASKED = [
 def guessing(engine: LLM) -> Speculation:
     """The engine speculates now, and tries whatever is guessed."""
     engine.speculate("ngram", 5)
-    made = engine.engine.scheduler.speculation
-    made.costs = FreeRows()
-    return made
+    return whatever_is_guessed(engine.engine.scheduler.speculation)
 
 
 def alike(plain: list[Answer], guessed: list[Answer]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from kvlathe.runtime.scheduling.allowance import Allowance
 from kvlathe.runtime.scheduling.parts.speculation import Drafter, Speculation
 from kvlathe.runtime.scheduling.row_costs import RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
@@ -18,6 +19,17 @@ class FreeRows(RowCosts):
 
     def times(self, rows: int, sequences: int) -> float:
         return 1.0
+
+
+class Endless(Allowance):
+    """Guessing may lose any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1e9
+
+    def ran(self, plain: float, lost: float) -> None:
+        """It stays so."""
 
 
 class Prophet:
@@ -32,7 +44,7 @@ class Prophet:
         self.known.add(sequence)
         return [0.9] * int(self.random.integers(0, most + 1))
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
         return [self.guess(sequence.tokens, n) for sequence, n in counts.items()]
 
     def guess(self, tokens: list[int], count: int) -> list[int]:
@@ -51,5 +63,10 @@ class Prophet:
 def trying(drafter: Drafter, ends: frozenset[int] = frozenset()) -> Speculation:
     """Speculation that tries all that a drafter says."""
     made = Speculation(drafter, 6, ends)
-    made.costs = FreeRows()
+    return whatever_is_guessed(made)
+
+
+def whatever_is_guessed(made: Speculation) -> Speculation:
+    """It tries all."""
+    made.costs, made.allowance = FreeRows(), Endless()
     return made

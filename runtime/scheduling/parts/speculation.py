@@ -10,6 +10,7 @@ from how often such guesses were right, and from what rows have cost so far.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
@@ -17,7 +18,8 @@ from operator import mul
 from typing import Protocol
 
 from kvlathe.runtime.cache.pool import PagePool
-from kvlathe.runtime.scheduling.row_costs import RowCosts
+from kvlathe.runtime.scheduling.allowance import Allowance
+from kvlathe.runtime.scheduling.row_costs import MAX_SLOWDOWN, RowCosts
 from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step, StepPart
 from kvlathe.runtime.text.masks import allowed
@@ -27,10 +29,6 @@ MOST_DRAFTS = 8
 """Tokens that are guessed at once for a sequence, unless asked otherwise."""
 GAIN = 1.02
 """By how much guessing must be expected to be faster."""
-PATIENCE = 16
-"""Looks in a row that found nothing worth a row, after which most are left out."""
-REST = 8
-"""Steps from one look to the next then."""
 PAUSE = 1024
 """Steps that a drafter is left alone after it has failed."""
 
@@ -43,8 +41,9 @@ class Drafter(Protocol):
         likely the guess is right where those before it are."""
         ...
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
-        """So many tokens, or fewer, that may follow each sequence's newest."""
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
+        """So many tokens, or fewer, that may follow each sequence's newest.
+        ``seconds``: what getting to know new texts may take."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -71,10 +70,11 @@ class Speculation(StepPart):
         self.drafter = drafter
         self.most = most
         self.costs = RowCosts()
+        self.allowance = Allowance()
         self.drafts = self.drafted = self.accepted = self.failures = 0
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
-        self._idle = 0
+        self._looked = 0.0  # seconds of the host for the next step
         self._paused = 0  # steps of it that are left
 
     def guesses(
@@ -84,8 +84,9 @@ class Speculation(StepPart):
         together. A drafter that fails is asked again after a pause."""
         self.eager = False
         self._paused = max(0, self._paused - 1)
-        if self.drafter is None or self._paused or self._rests():
+        if self.drafter is None or self._paused or self.allowance.left <= 0:
             return {}
+        started = time.perf_counter()
         try:
             return self._guesses(self.drafter, decoding, pool, room)
         except Exception:
@@ -93,6 +94,8 @@ class Speculation(StepPart):
             self.failures += 1
             self._paused = PAUSE
             return {}
+        finally:
+            self._looked += time.perf_counter() - started
 
     def _guesses(
         self,
@@ -110,23 +113,18 @@ class Speculation(StepPart):
                 each = drafter.chances(sequence, most)
                 chances[sequence] = list(accumulate(each, mul))
         counts = self._worth(chances, len(decoding), room)
-        if counts:
-            self._idle = 0
         self.eager = bool(counts) and any(s.pending for s in decoding)
         if not counts or self.eager:
             return {}
-        pairs = zip(counts, drafter.draft(counts), strict=True)
+        drafts = drafter.draft(counts, self.allowance.left)
+        pairs = zip(counts, drafts, strict=True)
         return {sequence: self._cut(sequence, tokens) for sequence, tokens in pairs}
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
+        self.costs.ended()
         if self.drafter is not None:
             self.drafter.forget(sequence)
-
-    def _rests(self) -> bool:
-        """Whether this step is one of those that are left out."""
-        self._idle += 1
-        return self._idle > PATIENCE and self._idle % REST != 0
 
     def _most(self, sequence: Sequence, pool: PagePool) -> int:
         """Rows behind its newest token's that the page and the answer have room for."""
@@ -144,11 +142,14 @@ class Speculation(StepPart):
         likely.sort(key=lambda pair: pair[0], reverse=True)
         best = GAIN / self.costs.times(0, sequences)
         tokens, taken = 1.0, 0
+        plain, left = self.costs.plain(sequences), self.allowance.left
         for rows, (chance, _) in enumerate(likely[:room], 1):
             tokens += chance / sequences
-            rate = tokens / self.costs.times(rows, sequences)
-            if rate > best:
-                best, taken = rate, rows
+            longer = self.costs.times(rows, sequences)
+            if plain * (longer - 1) > left:
+                break
+            if tokens / longer > best:
+                best, taken = tokens / longer, rows
         counts: dict[Sequence, int] = {}
         for _, sequence in likely[:taken]:
             counts[sequence] = counts.get(sequence, 0) + 1
@@ -193,11 +194,41 @@ class Speculation(StepPart):
         """A step of decodes alone has run, and this long after the one before it its
         tokens were known. ``ahead``: it was prepared while that one ran, or steps never
         are."""
-        rows = sum(len(chunk.drafts) for chunk in chunks)
-        if rows or ahead:
-            self.costs.ran(rows, len(chunks), seconds)
+        sequences, rows = len(chunks), 0
+        stayed = 0
+        for chunk in chunks:
+            rows += len(chunk.drafts)
+            stayed += chunk.count - 1
+        plain = self.costs.plain(sequences)
+        looked, self._looked = self._looked, 0.0
+        if rows:
+            self.costs.ran(rows, sequences, seconds)
+            whole = plain * (1 + stayed / sequences)
+            lost = min(seconds, MAX_SLOWDOWN * whole) - whole
         else:
-            self.costs.began_again(len(chunks), seconds)
+            seconds = max(seconds - looked, seconds / 2)
+            lost = looked
+            if ahead:
+                self.costs.ran(0, sequences, seconds)
+            elif plain:
+                lost += min(max(0.0, seconds - plain), plain * MAX_SLOWDOWN)
+                self.costs.began_again(sequences, seconds)
+        self.allowance.ran(plain or seconds, lost)
+
+    def ran_beside_prompts(self, chunks: Items[Chunk]) -> None:
+        """A step of decodes and prompts has run. What its guesses have cost is what
+        they cost without the prompts: it is not seen."""
+        decodes = [chunk for chunk in chunks if not chunk.is_prefill]
+        rows, stayed = 0, 0
+        for chunk in decodes:
+            rows += len(chunk.drafts)
+            stayed += len(chunk.drafts) and chunk.count - 1
+        looked, self._looked = self._looked, 0.0
+        if decodes:
+            plain = self.costs.plain(len(decodes))
+            longer = self.costs.longer(rows, len(decodes)) - 1
+            saved = plain * (stayed / len(decodes) - longer)
+            self.allowance.ran(plain, looked - saved)
 
 
 def kept(guesses: Items[int], choices: Items[Choice]) -> Items[Choice]:

@@ -19,7 +19,7 @@ from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions.protocols import StepPlan
-from tests.support.drafts import FreeRows
+from tests.support.drafts import whatever_is_guessed
 from tests.support.fake_session import FakeSession, SamplesThere
 from tests.support.schedule_cases import engine_for, sequence_for
 
@@ -47,7 +47,7 @@ class Guesser:
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
         return [0.5] * min(2, most)
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
         return [self.guess(one.tokens[-1], n) for one, n in counts.items()]
 
     def guess(self, token: int, count: int) -> list[int]:
@@ -70,7 +70,7 @@ def engine(on_device: bool, guesses: bool) -> Engine:
     if on_device:
         made.session = SamplesThere(session)
     if guesses:
-        made.speculate(Speculation(Guesser(), 2)).costs = FreeRows()
+        made.speculate(whatever_is_guessed(Speculation(Guesser(), 2)))
     return made
 
 

@@ -58,7 +58,7 @@ def test_a_draft_model_that_guesses_badly_is_tried_now_and_then() -> None:
     sequence = sequence_for(engine, [1, 2, 3], 90)
     for _ in range(40):
         model.chances(sequence, 4)
-        model.draft({sequence: 4})
+        model.draft({sequence: 4}, 1.0)
         sequence.tokens.append(7)
     shares = [model.chances(sequence, 4)[0] for _ in range(60)]
     assert min(shares) < 0.05

@@ -38,9 +38,9 @@ def test_a_text_that_repeats_is_guessed_to_go_on(tokens: list[int], most: int) -
     lookup = PromptLookup()
     chances = lookup.chances(sequence, most)
     assert len(chances) == most
-    (guess,) = lookup.draft({sequence: most})
+    (guess,) = lookup.draft({sequence: most}, 0)
     assert guess == (tokens * 9)[:most]
-    assert lookup.draft({sequence: 1}) == [guess[:1]]
+    assert lookup.draft({sequence: 1}, 0) == [guess[:1]]
 
 
 @given(texts=st.lists(TEXTS, min_size=2, max_size=6))
@@ -59,7 +59,7 @@ def test_tokens_that_come_in_any_pieces_are_looked_up_alike(
     assert count == len(lookup.chances(known, 5))
     length, _ = match(np.array(whole, np.int32))
     assert bool(count) == (length >= SHORTEST)
-    assert lookup.draft({grown: 5}) == lookup.draft({known: 5})
+    assert lookup.draft({grown: 5}, 0) == lookup.draft({known: 5}, 0)
 
 
 def test_prompt_lookup_learns_how_often_guesses_are_right() -> None:
