@@ -56,6 +56,7 @@ class BackendInfo:
     ONNX graph; otherwise from the weights and decoder.json. ``hosted``: whether a host
     runs the checkpoint as it is, and the engine is plan and bases. ``sizes``: of its
     steps, by default. ``weights``: what its weights may be beside its dtypes.
+    ``adapters``: whether it takes LoRA adapters while it runs.
     ``no_ranking``, ``no_windows``: why not.
     """
 
@@ -66,6 +67,7 @@ class BackendInfo:
     paired: bool = False
     graph: bool = True
     hosted: bool = False
+    adapters: bool = False
     no_ranking: str = "its kernels do not report what attends them"
     no_windows: str = "no GPU has tested them there"
     sizes: StepSizes = ON_A_CPU
@@ -78,6 +80,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ("float32", "float16"),
         ranks_tokens=True,
         windows=True,
+        adapters=True,
         weights=MAT_MUL_N_BITS,
     ),
     "tensorrt_rtx": BackendInfo(

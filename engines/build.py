@@ -47,6 +47,7 @@ from kvlathe.engines.rotation import CHECKPOINT, check_rotation
 from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.engines.targets.room import check_gpu
 from kvlathe.plan import manifest as manifests
+from kvlathe.plan.adapter_maps import AdapterMap
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
@@ -323,10 +324,18 @@ def _export(job: Job, planned: Planned, folder: Path) -> None:
     formats = job.formats
     if formats.maps is not None:
         weights = CodedWeights(weights, formats, DTYPES[dtype], checkpoint.grid)
+    taken: tuple[AdapterMap, ...] = ()
+    if config.enable_lora:
+        from kvlathe.export.folding.adapter_maps import adapter_maps
+
+        maps = adapter_maps(checkpoint, plan, planned.basis)
+        maps.write(folder)
+        taken = maps.maps
     if BACKENDS[config.backend].graph:
         from kvlathe.export.onnx.model import export_onnx
 
-        export_onnx(spec, plan, weights, folder, dtype, device=device, formats=formats)
+        given = spec, plan, weights, folder, dtype
+        export_onnx(*given, device=device, formats=formats, adapters=taken)
         return
     write_decoder(spec, plan, weights, folder, dtype, device, formats)
 

@@ -45,7 +45,8 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     ),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(
-        ("centre", "overwrite", "use_cache", "measure"), ((bool,), "truth value")
+        ("centre", "overwrite", "use_cache", "measure", "enable_lora"),
+        ((bool,), "truth value"),
     ),
     **dict.fromkeys(
         (
@@ -89,6 +90,7 @@ class BuildConfig:
     fresh tokens. ``weights``: number format of the weights (None: ``dtype``,
     or that of a GPTQ or AWQ checkpoint).
     ``lora``: adapters that are merged in, each ``DIR`` or ``DIR=WEIGHT``.
+    ``enable_lora``: whether the engine takes more of them while it runs.
     ``workers``: threads. ``tensor_parallel_size``: GPUs that the plan must be dealt to;
     an engine is the same for any. ``device``: where the model is calibrated, measured
     and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one), in at most
@@ -134,6 +136,7 @@ class BuildConfig:
     overwrite: bool = False
     use_cache: bool = True
     lora: tuple[str, ...] = ()
+    enable_lora: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -223,6 +226,7 @@ def check(config: BuildConfig) -> None:
             f"{config.backend} runs the checkpoint as it is",
             "give a checkpoint that the adapter was merged into",
         )
+    _check_adapters(config)
     if config.tensor_parallel_size > 1 and config.backend != "cuda":
         raise _refused(
             f"--tensor-parallel-size {config.tensor_parallel_size}",
@@ -230,6 +234,25 @@ def check(config: BuildConfig) -> None:
             "build with --backend cuda",
         )
     check_target(config.output_dir, config.overwrite)
+
+
+def _check_adapters(config: BuildConfig) -> None:
+    """Only some backends have products beside their maps."""
+    if not config.enable_lora:
+        return
+    able = [name for name, info in BACKENDS.items() if info.adapters]
+    if config.backend not in able:
+        raise _refused(
+            "--enable-lora",
+            f"{config.backend} has no products of adapters beside its maps",
+            f"build for {' or '.join(able)}, or merge the adapter (--lora)",
+        )
+    if config.tensor_parallel_size > 1:
+        raise _refused(
+            "--enable-lora",
+            "adapters are not cut for several GPUs",
+            "use one GPU, or merge the adapter (--lora)",
+        )
 
 
 def _check_weights(config: BuildConfig) -> None:

@@ -28,10 +28,12 @@ def engine_of(
     backend: str,
     command: str,
     gpu_memory_share: float = GPU_MEMORY_UTILIZATION,
+    enable_lora: bool = False,
 ) -> Path:
     """The engine of a model (a folder, a GGUF file, a name on the Hub): the one in the
     cache, or one that is built there now. ``compression``: what it is built with, by
     default the most that keeps ACCURACY. ``gpu_memory_share``: that a build may take.
+    ``enable_lora``: whether the engine takes adapters at run time.
 
     Raises KvlatheError where there is no such model, or it cannot be built.
     """
@@ -42,6 +44,7 @@ def engine_of(
         backend=backend,
         command=command,
         gpu_memory_utilization=gpu_memory_share,
+        enable_lora=enable_lora,
     )
     config = dataclasses.replace(config, **asked(compression))
     key = accept(config).key

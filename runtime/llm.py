@@ -39,6 +39,7 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.drafters import drafter
 from kvlathe.runtime.loading import Wanted, load_session, loaded_again
+from kvlathe.runtime.requests.adapters import EngineAdapters
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.requests.compaction import Compaction, CompactionResult, compacted
 from kvlathe.runtime.requests.deltas import deltas
@@ -124,6 +125,7 @@ class LLM(ClosesAtExit):
         tokenizer: Tokenizer,
         cache_bytes: int,
         share_prefixes: bool | None = False,
+        folder: Path | None = None,
     ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
@@ -137,7 +139,10 @@ class LLM(ClosesAtExit):
         self._compacting = threading.Lock()  # each takes the pages of a whole prompt
         self.manifest: Manifest | None = None
         self.attention = "unknown"
-        self._sequences = SequenceFactory(plan, self.pool, scheduler, tokenizer)
+        self.adapters = EngineAdapters(self.engine, self.thread, folder)
+        self._sequences = SequenceFactory(
+            plan, self.pool, scheduler, tokenizer, self.adapters
+        )
         self.thread.watch(session)
         self._sleeper: Sleeper | None = None
         self._cold: PageCodec | None = None  # codes pages that wait on the host
@@ -202,7 +207,7 @@ class LLM(ClosesAtExit):
         )
         found = load_session(opened, manifest, wanted)
         given = (found.session, found.plan, limits, Tokenizer(folder))
-        llm = cls(*given, found.cache_bytes, share_prefixes)
+        llm = cls(*given, found.cache_bytes, share_prefixes, folder)
         llm.manifest = opened.manifest
         llm.attention = found.attention
         llm.engine.scheduler.prompt_tokens = found.prompt_tokens
@@ -251,6 +256,21 @@ class LLM(ClosesAtExit):
         self.engine.speculate(
             Speculation(guessing, num_speculative_tokens, self.engine.stop_ids)
         )
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Let requests name a LoRA adapter (SamplingParams.adapter), at any time. Those
+        of one batch may have different ones. ``path``: a folder as PEFT writes it, or
+        ``DIR=WEIGHT`` (docs/adapters.md).
+
+        Raises KvlatheError for an engine that was not built with --enable-lora, an
+        adapter that does not fit it, and a name that is taken.
+        """
+        self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; sequences that have it end with it. Raises KvlatheError
+        where there is none of this name."""
+        self.adapters.unload(name)
 
     # -- life --------------------------------------------------------------------------
     @property
@@ -502,10 +522,14 @@ class LLM(ClosesAtExit):
 
     # -- evaluation --------------------------------------------------------------------
     def logits(
-        self, token_ids: Items[int], rows: Items[int], prompt: int | None = None
+        self,
+        token_ids: Items[int],
+        rows: Items[int],
+        prompt: int | None = None,
+        adapter: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """Next-token logits [len(rows), vocab] after the places ``rows`` of one text,
-        through the paged cache.
+        through the paged cache and, where it is named, an adapter.
 
         Where the plan seals, chunks are one page, so that every token attends what its
         decode would attend. Where it ranks a prompt, the first ``prompt`` tokens are
@@ -514,7 +538,7 @@ class LLM(ClosesAtExit):
         Raises KvlatheError for a text that is empty or too long.
         """
         given_up = threading.Event()
-        text = self._forced(token_ids, rows, prompt)
+        text = self._forced(token_ids, rows, prompt, adapter)
         try:
             return self.thread.call(partial(text.logits, given_up.is_set))
         except BaseException:  # an interrupt ends the work too
@@ -551,7 +575,11 @@ class LLM(ClosesAtExit):
         return next((n for n in counts if self.pool.fits([worst] * n)), 1)
 
     def _forced(
-        self, token_ids: Items[int], rows: Items[int], prompt: int | None
+        self,
+        token_ids: Items[int],
+        rows: Items[int],
+        prompt: int | None,
+        adapter: str | None = None,
     ) -> ForcedText:
         tokens = self.encode(token_ids)
-        return ForcedText(self.engine, self._sequences, tokens, rows, prompt)
+        return ForcedText(self.engine, self._sequences, tokens, rows, prompt, adapter)

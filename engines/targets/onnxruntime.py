@@ -12,6 +12,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
+from kvlathe.plan.adapter_maps import adapter_graph
 from kvlathe.plan.kernel_forms import node_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
@@ -51,23 +52,27 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     """Load each graph once, in a child process: its memory is gone before the next
     step, and a crash stays there."""
     for stage, name in enumerate(graph_files(plan)):
-        try:
-            fused = json.loads(
-                run_module("kvlathe.engines.targets.onnxruntime", str(folder / name))
-            )
-        except ChildFailed as error:
-            raise KvlatheError(
-                "ONNX Runtime does not load the exported graph",
-                str(error),
-                "report this",
-            ) from error
-        missing = set(_wanted(plan, stage)) - set(fused)
-        if missing:
-            raise KvlatheError(
-                f"the exported {name} is not what the runtime asks",
-                f"it lacks {sorted(missing)}",
-                "report this",
-            )
+        _check_graph(folder / name, _wanted(plan, stage))
+        taking = folder / adapter_graph(name)
+        if taking.is_file():
+            _check_graph(taking, [*_wanted(plan, stage), "adapters"])
+
+
+def _check_graph(path: Path, wanted: list[str]) -> None:
+    """Raise KvlatheError unless ONNX Runtime loads a graph that has what is wanted."""
+    try:
+        found = json.loads(run_module("kvlathe.engines.targets.onnxruntime", str(path)))
+    except ChildFailed as error:
+        raise KvlatheError(
+            "ONNX Runtime does not load the exported graph", str(error), "report this"
+        ) from error
+    missing = set(wanted) - set(found)
+    if missing:
+        raise KvlatheError(
+            f"the exported {path.name} is not what the runtime asks",
+            f"it lacks {sorted(missing)}",
+            "report this",
+        )
 
 
 def _wanted(plan: CompressionPlan, stage: int) -> list[str]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvlathe.base.adapters import PICKLES
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.gguf_files import gguf_of
 
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 DOWNLOAD = "download the checkpoint again"
 
 

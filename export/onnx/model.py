@@ -15,7 +15,7 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,11 +35,13 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.weights_file import DTYPES, Place, wiring, write_weights
+from kvlathe.export.onnx.adapters import with_adapters
 from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
 from kvlathe.export.onnx.experts import NAME as EXPERTS
 from kvlathe.export.onnx.experts import experts_function, part_names
 from kvlathe.export.onnx.recur import recurrence_functions
+from kvlathe.plan.adapter_maps import AdapterMap, adapter_graph
 from kvlathe.plan.manifest import WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
@@ -64,9 +66,11 @@ def export_onnx(
     opset: int = OPSET,
     device: torch.device = CPU,
     formats: WeightFormats = PLAIN,
+    adapters: Sequence[AdapterMap] = (),
 ) -> Path:
     """Write ``out_dir``/model.onnx, or a graph for each stage (graph_files), and
-    model.onnx.data, whose weights they share; return the first.
+    model.onnx.data, whose weights they share; return the first. Beside each, where
+    ``adapters`` names maps, the graph that takes adapters of them.
 
     ``weights`` are the decoder's state, on ``device``, asked for one by one. ``dtype`` (float32 or
     float16) is that of weights and activations, ``formats`` of weights that are codes;
@@ -78,6 +82,9 @@ def export_onnx(
     for stage, name in enumerate(graph_files(plan)):
         log.info("exporting %s", name)
         graphs[name] = _graph(spec, plan, stage, places, dtype, opset, formats)
+        if adapters:
+            taking = with_adapters(graphs[name], adapters, spec.layers, dtype)
+            graphs[adapter_graph(name)] = taking
     out_dir.mkdir(parents=True, exist_ok=True)
     log.info("folding and writing weights")
     write_weights(out_dir / WEIGHTS_FILE, places, weights, device)

@@ -10,6 +10,8 @@ from kvlathe.base.errors import KvlatheError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+"""Suffixes of files of weights whose reading can run code hidden in them."""
 
 
 @dataclass(frozen=True, slots=True)

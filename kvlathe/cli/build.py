@@ -260,6 +260,11 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @REVISION
 @LORA
 @click.option(
+    "--enable-lora",
+    is_flag=True,
+    help="Take LoRA adapters at run time, too (docs/adapters.md).",
+)
+@click.option(
     "--output-dir",
     type=PATH,
     required=True,

@@ -182,10 +182,15 @@ NUM_SPECULATIVE_TOKENS = click.option(
 
 
 def engine_to_run(
-    named: Path, compression: str | None, device: str | None, gpu_memory_share: float
+    named: Path,
+    compression: str | None,
+    device: str | None,
+    gpu_memory_share: float,
+    enable_lora: bool = False,
 ) -> Path:
     """The engine that a command runs: ``named``, or of a model the one that is built
-    with ``compression`` for this machine, once, in so much of a GPU's memory."""
+    with ``compression`` for this machine, once, in so much of a GPU's memory.
+    ``enable_lora``: that engine takes adapters."""
     if (named / MANIFEST_FILE).is_file():
         if compression is not None:
             raise click.UsageError(
@@ -200,7 +205,8 @@ def engine_to_run(
     from kvlathe.runtime.sessions.registry import backend_here
 
     runs_on = backend_here(device)
-    return engine_of(named, compression, runs_on, command_line(), gpu_memory_share)
+    given = named, compression, runs_on, command_line(), gpu_memory_share
+    return engine_of(*given, enable_lora)
 
 
 def command_line() -> str:

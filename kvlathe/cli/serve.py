@@ -193,6 +193,21 @@ def check_keys(keys: tuple[str, ...], operations: bool = False) -> None:
     "back, and wake it (POST /wake_up).",
 )
 @click.option(
+    "--lora",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="LoRA adapter (a PEFT folder) that requests have whose model is NAME. May be given "
+    "several times (docs/adapters.md).",
+)
+@click.option(
+    "--enable-lora-updates",
+    "loads_adapters",
+    is_flag=True,
+    help="Clients may load and unload adapters of this machine (POST "
+    "/v1/load_lora_adapter).",
+)
+@click.option(
     "--otlp-traces-endpoint",
     metavar="URL",
     help="Where spans of requests go, by OTLP over HTTP, such as "
@@ -227,7 +242,8 @@ def serve_command(
     # A build may take minutes: what cannot be served is refused before it.
     listen(settings["host"], settings["port"]).close()
     share = settings["gpu_memory_utilization"]
-    engine = engine_to_run(engine, compression, settings["device"], share)
+    takes = bool(settings["adapters"] or settings["loads_adapters"])
+    engine = engine_to_run(engine, compression, settings["device"], share, takes)
     serve(engine, Settings(**settings))
 
 

@@ -79,8 +79,7 @@ class Answerer(Jobs):
         max_new_tokens: int | None = None,
         tracer_provider: TracerProvider | None = None,
     ) -> None:
-        super().__init__(engine, max_new_tokens)
-        self.model = model
+        super().__init__(engine, model, max_new_tokens)
         self.spans = Spans(model, tracer_provider)
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
         # Requests of each client that wait for their structures.
@@ -241,7 +240,7 @@ class Answerer(Jobs):
             "id": job.id,
             "object": kind,
             "created": job.created,
-            "model": self.model,
+            "model": job.params.adapter or self.model,
             "system_fingerprint": self.fingerprint,
         }
 

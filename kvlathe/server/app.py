@@ -18,6 +18,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.package import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.sleeping import SleepMode
+from kvlathe.server.adapters import add_adapters
 from kvlathe.server.answers import Answerer
 from kvlathe.server.anthropic.paths import add_messages
 from kvlathe.server.cache_view import CacheView, cache_view
@@ -64,12 +65,13 @@ def create_app(
     keyed: Sequence[str] = KEYED,
     tracer_provider: TracerProvider | None = None,
     sleeps: bool = False,
+    loads_adapters: bool = False,
 ) -> FastAPI:
     """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty:
     none is asked for. ``origins``: web pages of these may call it (CORS), * is any.
     ``hosts`` and ``keyed``: as the gate has them. ``tracer_provider``: makes its spans;
     None: the process's, if it has one. ``sleeps``: clients may put the engine to
-    sleep."""
+    sleep. ``loads_adapters``: they may load and unload LoRA adapters."""
     app = FastAPI(
         title="kvlathe",
         version=__version__,
@@ -99,10 +101,9 @@ def create_app(
     handle(app)
     answerer = Answerer(engine, model, max_new_tokens, tracer_provider)
     service = Service(engine, metrics, answerer)
-    for add in PATHS:
+    asked = (sleeps, add_sleep), (loads_adapters, add_adapters)
+    for add in (*PATHS, *(add for wanted, add in asked if wanted)):
         add(app, service)
-    if sleeps:
-        add_sleep(app, service)
     return app
 
 
@@ -175,6 +176,9 @@ def add_answers(app: FastAPI, service: Service) -> None:
     async def prefixes(request: Request, body: PrefixRequest) -> Response:
         """Compact a prefix that later requests begin with."""
         service.check(body.model)
+        if body.model != answerer.model:
+            said = "model: prefixes are compacted without adapters"
+            raise ApiError(400, said, "model", "unsupported")
         made = answerer.compact(body, request.state.tenant)
         return JSONResponse(await while_connected(request, made))
 
@@ -211,8 +215,8 @@ def add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses={401: ERRORS[401]}, tags=["OpenAI"])
     async def models() -> ModelList:
-        """The one model that is served."""
-        return ModelList(data=[service.card()])
+        """The model that is served, and the adapters that requests may name."""
+        return ModelList(data=[service.card(name) for name in service.models])
 
     @app.get(
         "/v1/models/{name:path}",
@@ -220,9 +224,9 @@ def add_models(app: FastAPI, service: Service) -> None:
         tags=["OpenAI"],
     )
     async def model_named(name: str) -> ModelCard:
-        """The same by its name."""
+        """One of them by its name."""
         service.check(name)
-        return service.card()
+        return service.card(name)
 
 
 def add_health(app: FastAPI, service: Service) -> None:

@@ -79,10 +79,13 @@ class Job:
 
 
 class Jobs:
-    """Makes jobs for one engine, which answers with ``max_new_tokens`` at most."""
+    """Makes jobs for one engine, served as ``model``, which answers with ``max_new_tokens`` at most."""
 
-    def __init__(self, engine: AsyncEngine, max_new_tokens: int | None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, model: str, max_new_tokens: int | None
+    ) -> None:
         self.engine, self.llm = engine, engine.llm
+        self.model = model
         self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
         self._call_forms: dict[str, CallForm] = {}  # of each template
 
@@ -374,6 +377,8 @@ class Jobs:
         self._check_structure(request)
         try:
             params = request.params(tokens, logprobs, prompt_logprobs)
+            if request.model != self.model:
+                params = dataclasses.replace(params, adapter=request.model)
         except KvlatheError as error:
             raise refusal(error, None) from error
         self._check_ids("stop_token_ids", params.stop_ids)

@@ -210,6 +210,8 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["kvlathe"] = "kvlathe"
+    root: str = Field(description="The model that is served.")
+    parent: str | None = Field(description="The same, for an adapter of it.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
     kv_bytes_per_token: float
     kv_bytes_removed: float = Field(

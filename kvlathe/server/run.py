@@ -75,6 +75,8 @@ class Settings:
     num_speculative_tokens: int = MOST_DRAFTS
     sleeps: bool = False  # clients may put the engine to sleep
     otlp_traces_endpoint: str | None = None  # where spans of requests go
+    adapters: tuple[str, ...] = ()  # NAME=PATH of each that is loaded
+    loads_adapters: bool = False  # clients may load more
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -263,6 +265,7 @@ def _serve(
         settings.keyed,
         tracer_provider,
         settings.sleeps,
+        settings.loads_adapters,
     )
     # What is here now stays. A pass of the collector over all of it would hold every
     # answer up for a tenth of a second.
@@ -304,11 +307,25 @@ def load(folder: Path, settings: Settings) -> LLM:
         llm.code_cold_pages()
     if settings.speculative is not None:
         llm.speculate(settings.speculative, settings.num_speculative_tokens)
+    for asked in settings.adapters:
+        llm.load_adapter(*named_adapter(asked))
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     fact = "there is no memory for the CUDA graphs of decode steps"
     within_memory(llm.session.warm_up, fact, LESS_MEMORY)  # else first users wait
     return llm
+
+
+def named_adapter(asked: str) -> tuple[str, str]:
+    """Name and path of ``NAME=PATH``. Raises KvlatheError for anything else."""
+    name, divider, path = asked.partition("=")
+    if not (divider and name.strip() and path):
+        raise KvlatheError(
+            f"--lora {asked} cannot be read",
+            "it does not say by which name requests ask for the adapter",
+            "write --lora NAME=PATH",
+        )
+    return name, path
 
 
 def say_what_is_served(llm: LLM, settings: Settings) -> None:

@@ -63,24 +63,34 @@ class Service:
     answerer: Answerer
     started: int = field(default_factory=lambda: int(time.time()))
 
-    def check(self, name: str) -> None:
+    @property
+    def models(self) -> list[str]:
+        """The names that requests may give: the model's, and those of its adapters."""
+        loaded = self.engine.llm.adapters.loaded
+        return [self.answerer.model, *(one.name for one in loaded)]
+
+    def check(self, name: str, param: str = "model") -> None:
         """Raises ApiError where another model is asked for."""
-        model = self.answerer.model
-        if name != model:
+        names = self.models
+        if name not in names:
+            there = ", ".join(f"`{one}`" for one in names)
             raise ApiError(
                 404,
-                f"The model `{name}` does not exist: this server has `{model}`",
-                "model",
+                f"The model `{name}` does not exist: this server has {there}",
+                param,
                 "model_not_found",
             )
 
-    def card(self) -> ModelCard:
-        """The model that is served."""
+    def card(self, name: str) -> ModelCard:
+        """The model that is served, or an adapter of it."""
+        model = self.answerer.model
         llm = self.engine.llm
         bytes_of = llm.manifest.kv_bytes if llm.manifest else None
         per_token = bytes_of.per_token if bytes_of else llm.layout.bytes_per_token()
         return ModelCard(
-            id=self.answerer.model,
+            id=name,
+            root=model,
+            parent=None if name == model else model,
             created=self.started,
             max_model_len=llm.most_tokens,
             kv_bytes_per_token=per_token,

@@ -84,6 +84,7 @@ class Exchange:
         before. ``whole``: a page that is filled in part goes as the others do, for who
         reads pages by address; else the rows of its tokens are in the description.
         Raises KvlatheError where nothing of it is cached yet."""
+        _refuse_adapter(sequence)
         held = self._thread.call(partial(self._hold, sequence))
         if held is None:
             return None
@@ -94,6 +95,7 @@ class Exchange:
         """Run a new sequence until its first token is there, and export it, ``whole``
         as in export_sequence. None where that ended it. Raises what ended it before its
         answer was whole."""
+        _refuse_adapter(sequence)
         begun = Event()
         request = self._thread.submit([sequence], lambda _: begun.set())
         try:
@@ -299,3 +301,14 @@ def _base_of(table: PageTable) -> Base | None:
         return None
     counts = tuple(len(ids) for ids in base.pages)
     return Base(base.cached, base.share, tuple(base.lengths), counts)
+
+
+def _refuse_adapter(sequence: Sequence) -> None:
+    """Raises KvlatheError for a sequence that another engine could not go on with."""
+    if sequence.adapter is not None:
+        raise KvlatheError(
+            "this sequence stays in its engine",
+            f"its pages were computed with the adapter {sequence.adapter.name}, and a "
+            "parcel names none",
+            "send the prompt to the other engine, and the adapter's name with it",
+        )

@@ -24,7 +24,8 @@ Row = npt.NDArray[np.float32]
 
 class ForcedText:
     """The tokens of one text and the places ``rows`` whose next-token logits are
-    wanted. The first ``prompt`` tokens are a prompt, the others an answer."""
+    wanted. The first ``prompt`` tokens are a prompt, the others an answer.
+    ``adapter``: the name of the one that all of them pass."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class ForcedText:
         tokens: list[int],
         rows: Items[int],
         prompt: int | None,
+        adapter: str | None = None,
     ) -> None:
         factory.check(tokens, 0)
         plan = engine.pool.plan
@@ -45,6 +47,7 @@ class ForcedText:
         )
         sampler = Sampler(SamplingParams())
         self._sequence = factory.open(tokens, self._prompt, grid, sampler)
+        self._sequence.adapter = factory.adapter(adapter)
         self._begun = False
         self._wanted = set(rows)
         self._coming: list[int] = []
@@ -52,9 +55,10 @@ class ForcedText:
 
     def _begin(self, prefixes: PrefixCache | None) -> None:
         """Put a compacted prefix before the rows of a text that begins with it."""
-        base = prefixes and prefixes.compacted(self._tokens[: min(self._rows)])
+        sequence = self._sequence
+        before = self._tokens[: min(self._rows)]
+        base = prefixes and prefixes.compacted(before, sequence.prefix_salt)
         if prefixes and base:
-            sequence = self._sequence
             sequence.table, sequence.cached = prefixes.table(base)
 
     def logits(self, given_up: Callable[[], bool]) -> npt.NDArray[np.float32]:

@@ -82,9 +82,12 @@ def _params(running: Running) -> SamplingParams:
         fields["logit_bias"] = tuple(map(tuple, fields["logit_bias"]))
         if structure := fields.get("structure"):
             fields["structure"] = Structure(**structure)
-        return SamplingParams(**fields)
+        params = SamplingParams(**fields)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(f"its sampling parameters are malformed ({error})") from error
+    if params.adapter is not None:
+        raise damaged("it names an adapter, and sequences with one never leave")
+    return params
 
 
 def _said(logprobs: Items[TokenLogprob]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence as Items
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.prompt import path_of
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.sessions.adapters import LoadedAdapter
 from kvlathe.runtime.text.guide import Guides
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams, is_number
@@ -22,6 +23,14 @@ from kvlathe.runtime.text.tokenizer import TextStream, Tokenizer
 
 Prompt = str | Items[int]
 """A text, or token ids."""
+
+
+class AdapterNames(Protocol):
+    """Adapters by their names."""
+
+    def find(self, name: str) -> LoadedAdapter:
+        """Raises KvlatheError for a name that none has."""
+        ...
 
 
 class SequenceFactory:
@@ -33,11 +42,13 @@ class SequenceFactory:
         pool: PagePool,
         scheduler: Scheduler,
         tokenizer: Tokenizer,
+        adapters: AdapterNames | None = None,
     ) -> None:
         self._plan = plan
         self._pool = pool
         self._scheduler = scheduler
         self._tokenizer = tokenizer
+        self._adapters = adapters
         self.guides = Guides(tokenizer, plan.model.vocab_size)
 
     def request(self, tokens: list[int], params: SamplingParams) -> Sequence:
@@ -65,6 +76,7 @@ class SequenceFactory:
             params.min_tokens,
         )
         sequence = self.open(tokens, len(tokens), self._grid(), Sampler(params), text)
+        sequence.adapter = self.adapter(params.adapter)
         self._scheduler.check(sequence)
         if params.structure is not None:
             sequence.guide = self.guides.guide(params.structure)
@@ -74,6 +86,18 @@ class SequenceFactory:
             least = min(params.min_tokens, params.max_new_tokens)
             sequence.guide = self.guides.least(least, known, sequence.guide)
         return sequence
+
+    def adapter(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter of this name. Raises KvlatheError where there is none."""
+        if name is None:
+            return None
+        if self._adapters is None:
+            raise KvlatheError(
+                f"there is no adapter {name!r:.80}",
+                "this engine takes none",
+                "leave it out",
+            )
+        return self._adapters.find(name)
 
     def _grid(self) -> int:
         """Prompts are cut at multiples of so many tokens: a chunk or, where it does not

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.sessions.adapters import Adapters
 from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 
 
@@ -36,10 +37,17 @@ def pack(
         page_tables=tuple(_page_table(rows) for rows in pages),
         logit_rows=_logit_rows(chunks, starts),
         after=_after(chunks, starts, chosen) if chosen else None,
+        adapters=_adapters(sequences),
     )
     if graphs := max([sequence.path.graphs for sequence in sequences]):
         step = _staged(step, chunks, graphs)
     return step
+
+
+def _adapters(sequences: Items[Sequence]) -> Adapters | None:
+    """The adapters of the sequences; None where none of them has one."""
+    adapters = [sequence.adapter for sequence in sequences]
+    return adapters if any(adapters) else None
 
 
 def _input_ids(chunks: Items[Chunk], count: int) -> Int32:

@@ -143,7 +143,9 @@ class Scheduler:
         plan allows."""
         if self.prefixes and self.pool.plan.index.sharable:
             self.prefixes.add(
-                sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt
+                sequence.table,
+                sequence.sharable(self.prefixes.seals),
+                sequence.prefix_salt,
             )
 
     def _remember_windows(self, sequence: Sequence) -> None:
@@ -338,7 +340,7 @@ class Scheduler:
             return
         if self.prefixes:
             self.queries += len(sequence.tokens)
-            table, cached = self.prefixes.find(sequence.tokens, sequence.salt)
+            table, cached = self.prefixes.find(sequence.tokens, sequence.prefix_salt)
             sequence.table = table
             sequence.cached = cached
             if sequence.reused < 0:  # later it finds what it computed itself

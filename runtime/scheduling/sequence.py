@@ -16,6 +16,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.scheduling.prompt import PromptPath
+from kvlathe.runtime.sessions.adapters import LoadedAdapter
 from kvlathe.runtime.sessions.protocols import PassRows
 from kvlathe.runtime.text.masks import Guide, after
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
@@ -26,6 +27,8 @@ Rows = npt.NDArray[np.float32]
 """Logits, [rows, vocab]."""
 Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
 """A sequence's next token, or why it has none, and its log-probability if reported."""
+ADAPTER_SALT = b"\0adapter\0"
+"""Between a tenant and the digest of an adapter. No tenant's key has a zero."""
 NO_TOKEN: Choice = (None, None)
 """The choice of a sequence that does not grow in a step."""
 
@@ -57,7 +60,8 @@ class Sequence:
     may run on them before the host knows what they are.
 
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
-    turns with the others. ``observed_rows``: which rows are observed, where the plan
+    turns with the others. ``adapter``: what its tokens pass beside the engine's maps.
+    ``observed_rows``: which rows are observed, where the plan
     has an observation window. ``prompt_rows``: the rows that each layer computed, once
     a prompt has passed the stages of its plan. ``shared_prompt``: where several answers
     to one prompt were asked for.
@@ -84,6 +88,7 @@ class Sequence:
     cached: int = 0
     pending: int = 0
     salt: bytes = b""
+    adapter: LoadedAdapter | None = None
     observed_rows: ObservedRows | None = None
     prompt_rows: list[int] | None = None
     shared_prompt: SharedPrompt | None = None
@@ -105,6 +110,13 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.sampler.params
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """Sequences share prefixes with those of the same tenant and adapter."""
+        if self.adapter is None:
+            return self.salt
+        return self.salt + ADAPTER_SALT + self.adapter.digest
 
     @property
     def answer(self) -> list[int]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.adapters import Adapters, LoadedAdapter
 from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 
@@ -123,6 +124,7 @@ class StepPlan:
     states: Float32 | None = None
     states_after: Float32 | None = None
     state_slots: Int32 | None = None
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,12 @@ Choose = Callable[[SamplingRows], Sampling]
 of them asks for."""
 
 Capability = Literal[
-    "samples", "counts_tokens", "moves_tokens", "pool_memory", "page_sums"
+    "samples",
+    "counts_tokens",
+    "moves_tokens",
+    "pool_memory",
+    "page_sums",
+    "adapters",
 ]
 """An ability that a session may have beside what every session does.
 
@@ -175,6 +182,8 @@ Capability = Literal[
   (``region``, ``mark``). Others may read there, and write to pages that nobody here has.
 - ``page_sums``: sums pages where they lie (``row_sums``), so that their digests need no
   copy of them.
+- ``adapters``: runs steps whose sequences have adapters (``StepPlan.adapters``), which
+  it was told of (``take_adapter``).
 """
 
 
@@ -295,6 +304,15 @@ class Session(PageMover):
         (kvlathe/plan/page_digest.py), as the page is after what was asked so far. The
         function waits for them, in any thread."""
         raise NotImplementedError("page_sums")
+
+    def take_adapter(self, adapter: LoadedAdapter) -> None:
+        """``adapters``: be ready for steps with it. Raises KvlatheError where there is
+        no room for it."""
+        raise NotImplementedError("adapters")
+
+    def drop_adapter(self, adapter: LoadedAdapter) -> None:
+        """``adapters``: no new sequence will have it."""
+        raise NotImplementedError("adapters")
 
 
 def check_session(session: Session, plan: CompressionPlan) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.runtime.sessions.adapters import Adapters
 from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 
 
@@ -63,6 +64,7 @@ def substep_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Substep:
         after=None if after is None else after[tokens],
         states=None if step.states is None else step.states[chosen],
         passes=_moved(step, np.flatnonzero(chosen), starts),
+        adapters=_chosen(step.adapters, chosen),
     )
     return Substep(
         part,
@@ -70,6 +72,14 @@ def substep_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Substep:
         tokens,
         np.flatnonzero(rows >= 0).astype(np.int32),
     )
+
+
+def _chosen(
+    adapters: Adapters | None, chosen: npt.NDArray[np.bool_]
+) -> Adapters | None:
+    """Those of the ``chosen`` sequences; None where none of them has one."""
+    found = [adapters[b] for b in np.flatnonzero(chosen).tolist()] if adapters else []
+    return found if any(found) else None
 
 
 def _moved(

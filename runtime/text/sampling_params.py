@@ -87,6 +87,8 @@ class SamplingParams:
         that ends it.
     ``min_tokens``: tokens that the answer has before a token or a stop string may end
         it; only its structure may end it sooner.
+    ``adapter``: the name of the LoRA adapter that answers (LLM.load_adapter); None: the
+        model as it is.
 
     Raises KvlatheError for a value of another type or out of its range.
     """
@@ -109,6 +111,7 @@ class SamplingParams:
     structure: Structure | None = None
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in RANGES:
@@ -120,6 +123,8 @@ class SamplingParams:
                 raise self._refusal(name, "True or False")
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise self._refusal("structure", "a Structure, such as Structure.json()")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise self._refusal("adapter", "the name of an adapter")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -209,6 +214,7 @@ class SamplingFields(TypedDict, total=False):
     structure: Structure | None
     skip_special_tokens: bool
     min_tokens: int
+    adapter: str | None
 
 
 OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_token_ids": "stop_ids"}

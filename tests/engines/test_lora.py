@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.engines import planning
-from kvlathe.engines.build import BuildConfig, calibrate_to
+from kvlathe.engines.build import BuildConfig, build, calibrate_to
+from kvlathe.engines.config import check
 from kvlathe.engines.order import accept
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
 from kvlathe.plan import manifest as manifests
+from kvlathe.runtime.llm import LLM
 from tests.support.adapters import change_tensors, write_adapter
-from tests.support.checkpoints import make
+from tests.support.checkpoints import make, whole_plan
 
 Folders = tuple[Path, Path]
 
@@ -81,3 +86,23 @@ def test_statistics_are_of_the_adapters_too(folders: Folders, tmp_path: Path) ->
     assert planning.statistics(accept(asked), adapted) is not None
     with pytest.raises(KvlatheError, match="another model"):
         planning.statistics(accept(asked), planning.open_checkpoint(folder))
+
+
+@pytest.mark.slow
+def test_a_build_for_adapters_takes_them_while_it_runs(folders: Folders) -> None:
+    """In pages of 16 bits. What cannot take any is refused before it is built."""
+    folder, adapter = folders
+    engine = build(request(folder, enable_lora=True, measure=False))
+    llm, rows = LLM.load(engine, threads=1, device="cpu"), range(30)
+    llm.load_adapter("half", f"{adapter}=0.5")
+    merged = planning.open_checkpoint(folder, lora=(f"{adapter}=0.5",))
+    plan = whole_plan(merged.spec)
+    wanted = decoder_from(merged, plan, Basis()).logits(rows, rows)
+    found = llm.logits(rows, rows, adapter="half")
+    assert np.abs(found - wanted.numpy()).max() < 0.01
+    assert np.abs(llm.logits(rows, rows) - wanted.numpy()).max() > 0.1
+    llm.close()
+    for backend in ("tensorrt", "vllm"):
+        asked = request(folder, enable_lora=True, backend=backend)
+        with pytest.raises(KvlatheError, match="no products of adapters"):
+            check(asked)

@@ -140,7 +140,7 @@ def test_the_server_says_what_was_guessed() -> None:
     engine = llm("torch", "one")
     made = guessing(engine)
     with AsyncEngine(engine) as served:
-        answerer = Answerer(served, "lathe-5m")
+        answerer = Answerer(served, "m")
         asked = {"model": "m", "prompt": [AGAIN, AGAIN], "max_tokens": 30}
         request = CompletionRequest.model_validate(asked | {"temperature": 0})
         job = asyncio.run(answerer.job(request))

@@ -33,13 +33,14 @@ def maps_of(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(
-    folder: Path,
+    folder: Path | None,
     model: torch.nn.Module,
     seed: int = 0,
     rank_of: Callable[[str], int] = lambda _: RANK,
     **config: Any,  # noqa: ANN401
 ) -> Deltas:
-    """Random matrices for every map, beside ``config``."""
+    """Random matrices for every map, beside ``config``; without a folder, what they
+    would be."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     deltas: dict[str, Tensor] = {}
@@ -50,6 +51,8 @@ def write_adapter(
         tensors[f"base_model.model.{module}.lora_A.weight"] = a
         tensors[f"base_model.model.{module}.lora_B.weight"] = b
         deltas[module] = b.double() @ a.double()
+    if folder is None:
+        return deltas
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     ends = sorted({module.rsplit(".", 1)[-1] for module in deltas})

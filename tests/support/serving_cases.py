@@ -68,6 +68,7 @@ def serving(
     keyed: Sequence[str] = KEYED,
     tracer_provider: TracerProvider | None = None,
     sleeps: bool = False,
+    loads_adapters: bool = False,
 ) -> Generator[Served]:
     """Serve until the block ends."""
     metrics = Metrics(name)
@@ -86,6 +87,7 @@ def serving(
         keyed,
         tracer_provider,
         sleeps,
+        loads_adapters,
     )
     server = Server(http_config(app, close_seconds=2), engine, 0)
     bound = listen("127.0.0.1", 0)

@@ -77,7 +77,7 @@ class GraphSession(HostPages, Session):
         KvlatheError beyond the profile."""
         check_step(step, self.limits)
         if self._one_graph:
-            out, rows = self.graphs[0].run(step, None)
+            out, rows = self.graph_of(0, step).run(step, None)
             self.append(step, rows)
             return out.astype(np.float32, copy=False)
         vocabulary = self.plan.model.vocab_size
@@ -88,7 +88,8 @@ class GraphSession(HostPages, Session):
         for stage, graph in enumerate(self.graphs):
             for substep in self.substeps(step, stage, self.plan.page_tokens):
                 source = hidden[substep.tokens] if stage else None
-                out, rows, *attention = graph.run(substep.step, source)
+                runs = self.graph_of(stage, substep.step)
+                out, rows, *attention = runs.run(substep.step, source)
                 if step.states_after is not None:
                     step.states_after[substep.sequences] = attention.pop()
                 self.append(substep.step, rows, stage)
@@ -104,6 +105,10 @@ class GraphSession(HostPages, Session):
         passes.leave(step, hidden)
         self.page_scores.observe(observed)  # once nothing can fail any more
         return logits
+
+    def graph_of(self, stage: int, step: StepPlan) -> StageGraph:
+        """The graph that runs a step through a stage."""
+        return self.graphs[stage]
 
     def _keep_attention(
         self,

@@ -8,6 +8,7 @@ rows, which ``append`` writes to their places.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,17 @@ import onnxruntime as ort
 
 from kvlathe.base import machine
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.adapter_maps import ADAPTERS_FILE, adapter_graph
 from kvlathe.plan.layer_table import POOLS
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
-from kvlathe.runtime.sessions.host.graphs import GraphSession, observation_weights
+from kvlathe.runtime.sessions.adapters import LoadedAdapter
+from kvlathe.runtime.sessions.host.adapter_feeds import AdapterFeeds
+from kvlathe.runtime.sessions.host.graphs import (
+    GraphSession,
+    StageGraph,
+    observation_weights,
+)
 from kvlathe.runtime.sessions.host.pages import typed_views
 from kvlathe.runtime.sessions.protocols import StepPlan
 
@@ -54,6 +62,8 @@ class Graph:
             plan.index.kept_before(layers.start), plan.index.kept_before(layers.stop)
         )
         self.pool: dict[str, ort.OrtValue] = {}
+        shapes = {entry.name: entry.shape for entry in self._session.get_inputs()}
+        self.adapters = AdapterFeeds(shapes, self._inputs)
         self._check_sizes(path)
 
     def _check_sizes(self, path: Path) -> None:
@@ -120,6 +130,8 @@ class Graph:
             for n, a in arrays.items()
             if n in self._inputs
         }
+        if step.adapters is not None:
+            feeds |= self.adapters.of(step)
         ran = self._session.run_with_ort_values(self._outputs, feeds | self.pool)
         first, *others = (value.numpy() for value in ran)
         if self._outputs[0] == "logits":
@@ -148,6 +160,36 @@ class OrtSession(GraphSession):
             for i, name in enumerate(graph_files(plan))
         ]
         super().__init__(plan, limits, arena_bytes, graphs)
+        self._taking: list[Graph] = []
+        if (folder / ADAPTERS_FILE).is_file():
+            self.capabilities = self.capabilities.union(("adapters",))
+        self._load_taking = partial(self._graphs_taking, folder, options)
+
+    def _graphs_taking(self, folder: Path, options: ort.SessionOptions) -> list[Graph]:
+        """The graphs that take adapters."""
+        names = map(adapter_graph, graph_files(self.plan))
+        graphs = [
+            Graph(folder / name, self.plan, i, options) for i, name in enumerate(names)
+        ]
+        for graph in graphs:
+            graph.bind(self.memory)
+        return graphs
+
+    def graph_of(self, stage: int, step: StepPlan) -> StageGraph:
+        """Steps in which nobody has an adapter run as if there were none."""
+        if step.adapters is None:
+            return self.graphs[stage]
+        self._taking = self._taking or self._load_taking()
+        return self._taking[stage]
+
+    def take_adapter(self, adapter: LoadedAdapter) -> None:
+        """Loads the graphs, whose weights are then in memory twice, with the first
+        adapter."""
+        self._taking = self._taking or self._load_taking()
+
+    def drop_adapter(self, adapter: LoadedAdapter) -> None:
+        for graph in self._taking:
+            graph.adapters.forget(adapter)
 
     def options(self, threads: int | None, plan: CompressionPlan) -> ort.SessionOptions:
         """Options with which ONNX Runtime opens the model."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from kvlathe.base.adapters import CONFIG, WEIGHTS, Adapter
+from kvlathe.base.adapters import CONFIG, PICKLES, WEIGHTS, Adapter
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.json_files import read_object
 from kvlathe.base.limited import LimitError
 from kvlathe.base.patterns import fullmatch
-from kvlathe.export.model.shards import PICKLES
 
 PLAIN = re.compile(r"[\w.]+")
 """Names that are hardly expressions: a point stands for itself or for any character."""
@@ -92,8 +91,8 @@ class LoraConfig:
 
 
 def read_lora_config(adapter: Adapter) -> LoraConfig:
-    """Raises KvlatheError for a folder that holds no adapter, and for what merging
-    would leave out."""
+    """Raises KvlatheError for a folder that holds no adapter, and for one that adds
+    more than products."""
     _check_files(adapter)
     path = adapter.folder / CONFIG
     said = cast("dict[str, object]", read_object(path))
@@ -120,7 +119,7 @@ def unreadable(path: Path, reason: str) -> KvlatheError:
 
 
 def refusal(adapter: Adapter, reason: str, remedy: str = REMEDY) -> KvlatheError:
-    return KvlatheError(f"{adapter.folder} cannot be merged", reason, remedy)
+    return KvlatheError(f"{adapter.folder} cannot be used", reason, remedy)
 
 
 def _check_files(adapter: Adapter) -> None:
@@ -128,7 +127,7 @@ def _check_files(adapter: Adapter) -> None:
     if not folder.is_dir():
         raise KvlatheError(
             f"there is no folder {folder}",
-            "--lora names it",
+            "an adapter was to be in it",
             "give the folder of an adapter",
         )
     missing = [path.name for path in adapter.files if not path.is_file()]

@@ -1,0 +1,57 @@
+"""LoadedAdapter: a LoRA adapter as the maps of an engine take it.
+
+Sequences that have one carry it through their steps; a session knows no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlathe.base.adapters import Adapter
+from kvlathe.base.errors import KvlatheError
+from kvlathe.base.lora_file import OTHER_BASE, digest_of, read_lora
+from kvlathe.plan.adapter_maps import AdapterMaps, LowRank
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LoadedAdapter:
+    """``maps``: by the engine's names, such as ``layers.0.q``. ``digest``: of the files
+    it was read from. Two are the same if they are one object."""
+
+    name: str
+    adapter: Adapter
+    digest: bytes
+    maps: Mapping[str, LowRank]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its matrices in the host's memory."""
+        return sum(one.a.nbytes + one.b.nbytes for one in self.maps.values())
+
+
+Adapters = Sequence[LoadedAdapter | None]
+"""Of each sequence of a step; None: none."""
+
+
+def read_adapter(name: str, adapter: Adapter, maps: AdapterMaps) -> LoadedAdapter:
+    """Raises KvlatheError for an adapter that is none of the engine's model, or more
+    than this."""
+    found: dict[str, LowRank] = {}
+    for product in read_lora(adapter, maps.sizes).products:
+        a, b = product.a, product.b
+        for own in maps.of(product.module):
+            if own.name in found:
+                raise KvlatheError(
+                    f"{adapter.folder} cannot be used",
+                    f"it changes {own.name} twice, the second time as {product.module}",
+                    OTHER_BASE,
+                )
+            found[own.name] = maps.folded(own, a, b, product.scale)
+    return LoadedAdapter(name, adapter, digest_of(adapter), found)
+
+
+def distinct(adapters: Adapters) -> tuple[LoadedAdapter, ...]:
+    """Those of a step, each once, always in the same order."""
+    there = {id(one): one for one in adapters if one is not None}
+    return tuple(there[key] for key in sorted(there))

@@ -1,0 +1,97 @@
+"""AdapterFeeds: what a graph that takes adapters is fed of those in a step
+(export/onnx/adapters.py says what it makes of it)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from kvlathe.plan.adapter_maps import LowRank
+from kvlathe.runtime.sessions.adapters import LoadedAdapter, distinct
+from kvlathe.runtime.sessions.protocols import StepPlan
+
+MARK = ".adapters."
+KEPT = 4
+"""Mixes of adapters whose matrices stay side by side in memory."""
+Feeds = dict[str, ort.OrtValue]
+
+
+class AdapterFeeds:
+    """``shapes``: of the graph's inputs; ``types``: theirs, as ONNX Runtime names
+    them."""
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int | str]], types: Mapping[str, str]
+    ) -> None:
+        self._shapes = {name: x for name, x in shapes.items() if MARK in name}
+        own = {types[name] for name in self._shapes}
+        self._half = "tensor(float16)" in own
+        self._kept: OrderedDict[tuple[LoadedAdapter, ...], Feeds] = OrderedDict()
+
+    def of(self, step: StepPlan) -> Feeds:
+        """Everything that the graph is fed beside what it takes without adapters."""
+        assert step.adapters is not None
+        there = distinct(step.adapters)
+        numbers = {one: i for i, one in enumerate(there, 1)}
+        own = [0 if one is None else numbers[one] for one in step.adapters]
+        rows = np.zeros(len(step.input_ids), np.int32)
+        rows[: step.cu_seqlens_q[-1]] = np.repeat(own, np.diff(step.cu_seqlens_q))
+        if there not in self._kept:
+            self._kept[there] = self._side_by_side(there)
+        self._kept.move_to_end(there)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return {"adapters": _value(rows)} | self._kept[there]
+
+    def forget(self, adapter: LoadedAdapter) -> None:
+        """Keep nothing of an adapter."""
+        for there in [x for x in self._kept if adapter in x]:
+            del self._kept[there]
+
+    def _side_by_side(self, there: tuple[LoadedAdapter, ...]) -> Feeds:
+        arrays: dict[str, npt.NDArray[np.generic]] = {}
+        for name in [x for x in self._shapes if x.endswith(f"{MARK}a")]:
+            of_map = name.removesuffix(f"{MARK}a")
+            parts = [
+                (i, x.maps[of_map]) for i, x in enumerate(there, 1) if of_map in x.maps
+            ]
+            arrays |= self._map(of_map, parts)
+        return {
+            name: _value(self._typed(array))
+            for name, array in arrays.items()
+            if name in self._shapes
+        }
+
+    def _map(
+        self, of_map: str, parts: list[tuple[int, LowRank]]
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Inputs of one map, of the adapters that change it; they have no columns where
+        none does."""
+        at = f"{of_map}{MARK}"
+        inputs, outputs = self._shapes[f"{at}a"][0], self._shapes[f"{at}b"][1]
+        a = [np.zeros((int(inputs), 0), np.float32), *(x.a for _, x in parts)]
+        b = [np.zeros((0, int(outputs)), np.float32), *(x.b for _, x in parts)]
+        ranks = [x.a.shape[1] for _, x in parts]
+        zeros = [np.zeros(rank, np.float32) for rank in ranks]
+        shifts = [
+            zero if x.shift is None else x.shift
+            for zero, (_, x) in zip(zeros, parts, strict=True)
+        ]
+        return {
+            f"{at}a": np.concatenate(a, 1),
+            f"{at}b": np.concatenate(b),
+            f"{at}of": np.repeat([i for i, _ in parts], ranks).astype(np.int32),
+            f"{at}shift": np.concatenate([np.zeros(0, np.float32), *shifts]),
+        }
+
+    def _typed(self, array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        is_float = array.dtype == np.float32
+        return array.astype(np.float16) if self._half and is_float else array
+
+
+def _value(array: npt.NDArray[np.generic]) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))

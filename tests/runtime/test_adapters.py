@@ -1,0 +1,193 @@
+"""LoRA adapters at run time: each sequence of a batch computes with its own, as
+transformers does with the sum put in, whatever bases a cache is in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvlathe.base.adapters import Adapter
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.adapter_cases import (
+    ALPHAS,
+    cut_plan,
+    expected,
+    made_case,
+    merged_models,
+    three_adapters,
+    write_engine,
+)
+from tests.support.adapters import change_tensors, write_adapter
+from tests.support.checkpoints import make_model
+from tests.support.runtime_cases import llm
+from tests.support.sizes import sizes
+
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+TOLERANCE = 1e-4
+NAMES = (None, *ALPHAS)
+
+
+@dataclass
+class Case:
+    """``merged``: the model with each adapter put in, and as it is (None)."""
+
+    llm: LLM
+    adapters: Path
+    merged: Mapping[str | None, torch.nn.Module]
+
+
+def case(kind: str) -> Case:
+    """An engine of a tiny model in random bases, with three adapters loaded."""
+    folder = made_case(kind)
+    own = LLM.load(folder / "engine", share_prefixes=True, threads=1, device="cpu")
+    for name in ALPHAS:
+        own.load_adapter(name, folder / name)
+    return Case(own, folder, merged_models(folder))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Case]:
+    made = case("llama")
+    yield made
+    made.llm.close()
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 97, count).tolist()
+
+
+def check_logits(made: Case) -> None:
+    tokens = ids(90)
+    wanted = {name: expected(made.merged[name], tokens) for name in NAMES}
+    for name in NAMES:
+        found = made.llm.logits(tokens, range(len(tokens)), adapter=name)
+        np.testing.assert_allclose(found, wanted[name], atol=TOLERANCE, rtol=0)
+        others = [wanted[other] for other in NAMES if other != name]
+        assert min(np.abs(one - found).max() for one in others) > 100 * TOLERANCE
+
+
+def test_logits_are_those_of_the_model_with_the_adapter_put_in(llama: Case) -> None:
+    check_logits(llama)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["phi3", "gpt2", "falcon-40b", "granite", "qwen3"])
+def test_adapters_of_other_families_are_put_in_as_well(kind: str) -> None:
+    """Maps that are stored together or [in, out], factors, and norms of heads."""
+    made = case(kind)
+    check_logits(made)
+    made.llm.close()
+
+
+def test_a_plan_that_cuts_heads_treats_the_sum_as_a_build_would(
+    tmp_path: Path,
+) -> None:
+    """Engines of the merged checkpoint with the same plan and bases say the same."""
+    model = make_model(tmp_path / "model", "Llama", sizes(66, 6, 3, 32))
+    checkpoint = Checkpoint(tmp_path / "model")
+    plan, basis = cut_plan(checkpoint.spec)
+    engine = write_engine(checkpoint, plan, basis, tmp_path / "engine")
+    three_adapters(tmp_path, model)
+    own, tokens = LLM.load(engine, threads=1, device="cpu"), ids(30)
+    for name in ALPHAS:
+        own.load_adapter(name, tmp_path / name)
+        adapter = Adapter(tmp_path / name)
+        merged = Checkpoint(tmp_path / "model", adapters=[adapter])
+        wanted = decoder_from(merged, plan, basis).logits(tokens, range(30))
+        found = own.logits(tokens, range(30), adapter=name)
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+    own.close()
+
+
+def test_a_batch_of_several_adapters_equals_each_alone(llama: Case) -> None:
+    """Prompts and decodes of ragged lengths in the same steps."""
+    rng = np.random.default_rng(5)
+    prompts = [ids(int(n), i) for i, n in enumerate(rng.integers(2, 120, 8))]
+    asked = [
+        SamplingParams(
+            max_new_tokens=12, ignore_eos=True, logprobs=3, adapter=NAMES[i % 4]
+        )
+        for i in range(len(prompts))
+    ]
+    together = llama.llm.generate(prompts, asked)
+    for prompt, params, answer in zip(prompts, asked, together, strict=True):
+        alone = llama.llm.generate([prompt], params)[0]
+        assert answer.token_ids == alone.token_ids
+        whole = [*prompt, *answer.token_ids]
+        wanted = expected(llama.merged[params.adapter], whole)[len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(torch.from_numpy(wanted), -1).numpy()
+        for row, one in zip(logprobs, answer.logprobs or (), strict=True):
+            assert abs(row[one.token_id] - one.logprob) < 2 * TOLERANCE
+
+
+def test_prefixes_are_shared_within_an_adapter_alone(llama: Case) -> None:
+    prompt = ids(100, 9)
+
+    def cached(adapter: str | None) -> int:
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True, adapter=adapter)
+        sequence = llama.llm.sequence(list(prompt), params)
+        llama.llm.thread.wait(llama.llm.thread.submit([sequence]))
+        return sequence.reused
+
+    assert [cached(name) for name in NAMES] == [0, 0, 0, 0]
+    assert [cached(name) for name in NAMES] == [96, 96, 96, 96]
+
+
+def test_an_unloaded_adapter_ends_its_answers_and_begins_none(
+    llama: Case, reference: Reference, tmp_path: Path
+) -> None:
+    """Another one by its name shares no prefix with it."""
+    own, prompt = llama.llm, ids(60, 11)
+    own.load_adapter("short", llama.adapters / "red")
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, adapter="short")
+    sequence = own.sequence(list(prompt), params)
+    request = own.thread.submit([sequence])
+    own.unload_adapter("short")
+    own.thread.wait(request)
+    red = own.generate([prompt], dataclasses.replace(params, adapter="red"))[0]
+    assert sequence.answer == red.token_ids
+    with pytest.raises(KvlatheError, match="there is no adapter 'short'"):
+        own.generate([prompt], params)
+    own.load_adapter("short", llama.adapters / "green")
+    green = own.sequence(list(prompt), params)
+    own.thread.wait(own.thread.submit([green]))
+    assert green.reused == 0 and green.answer != sequence.answer
+    own.unload_adapter("short")
+
+
+def test_adapters_that_do_not_fit_are_refused(
+    llama: Case, reference: Reference, tmp_path: Path
+) -> None:
+    """Another model's, one with more than products, a name that is taken, and an engine
+    without --enable-lora."""
+    _, other = reference("qwen3")
+    write_adapter(tmp_path / "other", other)
+    write_adapter(tmp_path / "dora", llama.merged[None], use_dora=True)
+    write_adapter(tmp_path / "head", llama.merged[None])
+    head = {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}
+    change_tensors(tmp_path / "head", lambda tensors: tensors.update(head))
+    refused = {
+        "other": "has shape|no map",
+        "dora": "it is DoRA",
+        "head": "lacks|no map lm_head",
+        "nowhere": "there is no folder",
+    }
+    for name, said in refused.items():
+        with pytest.raises(KvlatheError, match=said):
+            llama.llm.load_adapter(name, tmp_path / name)
+    with pytest.raises(KvlatheError, match="is an adapter 'red' already"):
+        llama.llm.load_adapter("red", llama.adapters / "green")
+    assert [one.name for one in llama.llm.adapters.loaded] == list(ALPHAS)
+    engine = llm("torch", "one")
+    with pytest.raises(KvlatheError, match="without --enable-lora"):
+        engine.load_adapter("red", llama.adapters / "red")

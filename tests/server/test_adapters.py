@@ -1,0 +1,99 @@
+"""LoRA adapters over HTTP, as clients of vLLM load and name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.llm import LLM
+from kvlathe.server.run import named_adapter
+from tests.support.adapter_cases import made_case
+from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+ASKED: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def adapters() -> Path:
+    return made_case("llama")
+
+
+@pytest.fixture(scope="module")
+def served(adapters: Path) -> Iterator[Served]:
+    llm = LLM.load(adapters / "engine", threads=1, device="cpu", share_prefixes=True)
+    llm.load_adapter("red", adapters / "red")
+    with serving(llm, keys=[KEY], loads_adapters=True) as found:
+        yield found
+
+
+def asked(served: Served, path: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{path}", json=body, headers=HEADERS, timeout=60)
+
+
+def models(served: Served) -> dict[str, str | None]:
+    said = httpx.get(f"{served.url}/v1/models", headers=HEADERS).json()["data"]
+    return {one["id"]: one["parent"] for one in said}
+
+
+def test_the_model_of_a_request_chooses_the_adapter(
+    served: Served, adapters: Path
+) -> None:
+    """Two that are loaded meanwhile, in steps with others; the answer says which."""
+    assert models(served) == {MODEL_NAME: None, "red": MODEL_NAME}
+    for name in ("green", "blue"):
+        path = str(adapters / name)
+        loaded = asked(served, "load_lora_adapter", lora_name=name, lora_path=path)
+        assert loaded.status_code == 200 and f"'{name}' added" in loaded.text
+    names = [MODEL_NAME, "red", "green", "blue"]
+    assert list(models(served)) == names
+
+    def answer(name: str) -> tuple[str, str]:
+        asking: dict[str, Any] = {**ASKED, "model": name, "prompt": list(range(5, 40))}
+        said = post(served, **asking).json()
+        return said["model"], said["choices"][0]["text"]
+
+    alone = [answer(name) for name in names]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(answer, names)) == alone
+    assert [name for name, _ in alone] == names
+    assert len({text for _, text in alone}) == len(names)
+
+
+def test_an_unloaded_adapter_is_no_model_any_more(
+    served: Served, adapters: Path
+) -> None:
+    path = str(adapters / "green")
+    asked(served, "load_lora_adapter", lora_name="brief", lora_path=path)
+    gone = asked(served, "unload_lora_adapter", lora_name="brief")
+    assert gone.status_code == 200 and "'brief' removed" in gone.text
+    refused = post(served, **ASKED, model="brief", prompt=[5])
+    assert refused.status_code == 404 and "`red`" in refused.text
+    again = asked(served, "unload_lora_adapter", lora_name="brief")
+    assert again.status_code == 404
+
+
+def test_adapters_are_refused_in_words(served: Served, adapters: Path) -> None:
+    """A path that is none, names that are taken, prefixes, and a key that is missing."""
+    path = str(adapters / "blue")
+    for name, where, said in (
+        ("no", str(adapters / "no"), "there is no folder"),
+        ("red", path, "already"),
+        (MODEL_NAME, path, "the model itself"),
+        (" ", path, "needs a name"),
+    ):
+        refused = asked(served, "load_lora_adapter", lora_name=name, lora_path=where)
+        assert refused.status_code == 400 and said in refused.text
+    refused = post(served, "prefixes", model="red", prompt=[5] * 40)
+    assert refused.status_code == 400 and "without adapters" in refused.text
+    url = f"{served.url}/v1/load_lora_adapter"
+    body = {"lora_name": "sly", "lora_path": path}
+    assert httpx.post(url, json=body).status_code == 401
+    with pytest.raises(KvlatheError, match="Write --lora NAME=PATH"):
+        named_adapter("only/a/path")
