@@ -77,7 +77,7 @@ class KvlatheBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Asked by vLLM before 0.27: see patch.py."""
+        """Asked by vLLM before 0.29: see patch.py."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 

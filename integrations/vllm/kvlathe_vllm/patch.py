@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
@@ -70,12 +71,11 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
 
 
 def _raw(token_bytes: int) -> dict[str, object]:
-    """Fields of a spec whose block is so many bytes a token. vLLM before 0.27 counts K
-    and V of one head."""
-    names = {field.name for field in dataclasses.fields(FullAttentionSpec)}
-    if "state_content_bytes" in names:
+    """Fields of a spec whose block is so many bytes a token. vLLM before 0.29 asks the
+    backend for the shape of K and V of one head."""
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        half = token_bytes // 2
+        packed = {"num_kv_heads": 1, "head_size": half, "head_size_v": half}
+    else:
         packed = {"num_head_slots": 1, "state_content_bytes": token_bytes}
-        return {"dtype": torch.uint8, **packed}
-    half = token_bytes // 2
-    packed = {"num_kv_heads": 1, "head_size": half, "head_size_v": half}
     return {"dtype": torch.uint8, **packed}
