@@ -20,6 +20,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ from kvlathe.export.families import OTHER_NAMES, SUPPORTED
 from kvlathe.export.model.spec import read_spec
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from tests.support.checkpoints import make
+from tests.support.checkpoints import make_model
 from tests.support.families import FAMILIES
+from tests.support.families.seeing import TEXTS, settings_of
 
 TOKENS = 150
 MOST = 1e-3
@@ -84,9 +86,9 @@ def on_cuda(plan: Path) -> str:
     return "yes"
 
 
-def measured(name: str, folder: Path) -> Tried:
-    """One of the checkpoints in FAMILIES."""
-    model = make(folder / "model", name)
+def measured(kind: str, settings: dict[str, Any], folder: Path) -> Tried:
+    """A tiny checkpoint of a transformers class prefix."""
+    model = make_model(folder / "model", kind, settings)
     model_type = json.loads((folder / "model" / "config.json").read_text())[
         "model_type"
     ]
@@ -138,11 +140,12 @@ def main() -> None:
     )
     others = [x for x in types if CONFIG_MAPPING[x].model_type not in SUPPORTED]
     tried: list[Tried] = []
-    last = {type_of(prefix): name for name, (prefix, _) in FAMILIES.items()}
-    ours = [name for model_type, name in last.items() if model_type in types]
-    for name in progress(ours, "families"):
+    made = [*FAMILIES.values(), *((x, settings_of(x)) for x in TEXTS)]
+    last = {type_of(prefix): (prefix, settings) for prefix, settings in made}
+    ours = [one for model_type, one in last.items() if model_type in types]
+    for prefix, settings in progress(ours, "families"):
         with tempfile.TemporaryDirectory() as folder:
-            tried.append(measured(name, Path(folder)))
+            tried.append(measured(prefix, settings, Path(folder)))
     for model_type in progress(others, "other types"):
         with tempfile.TemporaryDirectory() as folder:
             tried.append(refused(model_type, Path(folder)))

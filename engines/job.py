@@ -222,7 +222,7 @@ def _check_key_scales(order: Order, spec: DecoderSpec) -> None:
     if scaled and spec.rope is not None and "q_norm" in spec.family.names:
         raise KvlatheError(
             "keys cannot be scaled by channel",
-            "this model's QK-norm stands between its weights and RoPE",
+            "this model's QK-norm stands between its weights and what is cached",
             "choose keys=channel or keys=token",
         )
 

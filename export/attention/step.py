@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from kvlathe.layers.mixers import Spans
@@ -34,6 +35,12 @@ class StepTensors:
     places: Tensor | None = None
     states: Tensor | None = None
     spans: Spans | None = None
+
+    def still(self) -> StepTensors:
+        """The same with angles that turn nothing."""
+        assert self.cos is not None
+        ones, zeros = torch.ones_like(self.cos), torch.zeros_like(self.cos)
+        return replace(self, cos=ones, sin=zeros)
 
 
 def sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:

@@ -9,7 +9,7 @@ from kvlathe.export.families.cohere import (
     cohere2_moe,
     cohere_compass,
 )
-from kvlathe.export.families.delta import qwen3_5, qwen3_5_moe, qwen3_next
+from kvlathe.export.families.delta import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from kvlathe.export.families.experts import (
     aria_text,
     flex_olmo,
@@ -19,6 +19,7 @@ from kvlathe.export.families.experts import (
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from kvlathe.export.families.falcon import falcon
 from kvlathe.export.families.falcon_h1 import falcon_h1
@@ -36,6 +37,7 @@ from kvlathe.export.families.granite import (
     granitemoeshared,
     hyperclovax,
 )
+from kvlathe.export.families.hunyuan import hunyuan, hunyuan_moe
 from kvlathe.export.families.latent import (
     axk1,
     deepseek_v2,
@@ -59,12 +61,21 @@ from kvlathe.export.families.llama_like import (
     nanochat,
     nemotron,
     olmo,
+    paddleocr_vl,
     seed_oss,
     smollm3,
     starcoder2,
 )
 from kvlathe.export.families.nemotron_h import nemotron_h
-from kvlathe.export.families.norms_after import exaone4, glm, glm4, olmo2, olmo3
+from kvlathe.export.families.norms_after import (
+    exaone4,
+    glm,
+    glm4,
+    glm4v,
+    glm_ocr,
+    olmo2,
+    olmo3,
+)
 from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
@@ -116,6 +127,12 @@ FAMILIES = {
     "glm": glm,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "glm4v_moe_text": glm4_moe,
+    "glm4v_text": glm4v,
+    "glm_ocr_text": glm_ocr,
+    "granite_docling_text": granite,
+    "paddleocr_vl_text": paddleocr_vl,
+    "qwen3_vl_moe_text": qwen3_vl_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "gpt2": gpt2,
     "gpt_bigcode": gpt_bigcode,
@@ -130,6 +147,8 @@ FAMILIES = {
     "granitemoehybrid": granitemoehybrid,
     "granitemoeshared": granitemoeshared,
     "helium": helium,
+    "hunyuan_v1_dense": hunyuan,
+    "hunyuan_v1_moe": hunyuan_moe,
     "hy_v3": hy_v3,
     "hyperclovax": hyperclovax,
     "internlm3": llama,
@@ -153,6 +172,7 @@ FAMILIES = {
     "olmo": olmo,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "olmo_hybrid": olmo_hybrid,
     "olmoe": olmoe,
     "opt": opt,
     "persimmon": persimmon,

@@ -1,5 +1,6 @@
 """Qwen3-Next, Qwen3.5 and 3.6: gated delta rules in most layers, gates of attention's
-output in the others, RoPE on a part of each head; with experts or without."""
+output in the others, RoPE on a part of each head; with experts or without. OLMo hybrid:
+delta rules with norms before, attention with norms after."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from kvlathe.export.families.experts import (
     with_dense,
 )
 from kvlathe.export.families.family import Experts, Family, Mixer
-from kvlathe.export.families.llama import NAMES, Heads, of_columns
+from kvlathe.export.families.llama import NAMES, Heads, biased, of_columns
+from kvlathe.export.families.norms_after import AFTER
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.stateful import LAYER, mixing_layers
 from kvlathe.layers.mixers import Mixing
@@ -23,7 +25,12 @@ from kvlathe.layers.mixers import Mixing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+    from transformers import (
+        OlmoHybridConfig,
+        Qwen3_5MoeTextConfig,
+        Qwen3_5TextConfig,
+        Qwen3NextConfig,
+    )
 
 MIXING = "linear_attention"
 """A layer with a delta rule or a state space, among ``layer_types``."""
@@ -44,6 +51,21 @@ APART = OWN | {
 }
 
 
+OF_OLMO = OWN | {
+    "project": tuple(f"{LAYER}linear_attn.{x}_proj" for x in "qkvg"),
+    "gates": (LAYER + "linear_attn.b_proj", LAYER + "linear_attn.a_proj"),
+    "conv": tuple(f"{LAYER}linear_attn.{x}_conv1d" for x in "qkv"),
+    "norm": (LAYER + "linear_attn.o_norm.weight",),
+    "out": (LAYER + "linear_attn.o_proj",),
+}
+OLMO_NORMS = {
+    "attn_norm": LAYER + "attention_layer_norm",
+    "mlp_norm": LAYER + "feedforward_layer_norm",
+}
+OLMO_EPS = 1e-5
+"""That of a delta rule's norm."""
+
+
 class Delta(Heads, Protocol):
     """Fields of a configuration with delta rules."""
 
@@ -54,13 +76,13 @@ class Delta(Heads, Protocol):
     @property
     def linear_conv_kernel_dim(self) -> int: ...
     @property
-    def linear_key_head_dim(self) -> int: ...
+    def linear_key_head_dim(self) -> int | None: ...
     @property
-    def linear_value_head_dim(self) -> int: ...
+    def linear_value_head_dim(self) -> int | None: ...
     @property
-    def linear_num_key_heads(self) -> int: ...
+    def linear_num_key_heads(self) -> int | None: ...
     @property
-    def linear_num_value_heads(self) -> int: ...
+    def linear_num_value_heads(self) -> int | None: ...
 
 
 def qwen3_next(config: Qwen3NextConfig) -> Family:
@@ -72,6 +94,29 @@ def qwen3_next(config: Qwen3NextConfig) -> Family:
         settings=COUNTS,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
+
+
+def olmo_hybrid(config: OlmoHybridConfig) -> Family:
+    """Layers with attention normalize what they and their MLPs give, and the others what
+    they read. Positions turn in some models only."""
+    mixes, lacks = mixing_layers(config.layer_types, MIXING)
+    layers = range(config.num_hidden_layers)
+    before, after = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
+    mixer = _delta(config, OF_OLMO)
+    strength = 2.0 if config.linear_allow_neg_eigval else 1.0
+    mixing = replace(mixer.mixing, norm_eps=OLMO_EPS, strength=strength)
+    turns = (config.rope_parameters or {}).get("rope_theta") is not None
+    return replace(
+        biased(config),
+        names=NAMES | AFTER | QK_NORMS | OLMO_NORMS,
+        wide_qk_norm=True,
+        ropes=() if turns else (None,) * len(layers),
+        mixer=replace(mixer, mixing=mixing),
+        mixes=mixes,
+        lacks={i: (*lacks[i], *after) if i in lacks else before for i in layers},
+        beside=("mtp.",),
+        spellings={"post_attention_layernorm": "feedforward_layer_norm"},
+    )
 
 
 def qwen3_5(config: Qwen3_5TextConfig) -> Family:
@@ -125,8 +170,11 @@ def _experts(config: Qwen3NextConfig | Qwen3_5MoeTextConfig) -> Experts:
 
 
 def _delta(config: Delta, stored: Mapping[str, tuple[str, ...]]) -> Mixer:
-    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = (
+        config.linear_key_head_dim or 0,
+        config.linear_value_head_dim or 0,
+    )
+    groups, heads = config.linear_num_key_heads or 0, config.linear_num_value_heads or 0
     mixing = Mixing(
         "delta",
         channels=2 * groups * key_dim + heads * value_dim,

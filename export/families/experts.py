@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         Qwen2MoeConfig,
         Qwen3MoeConfig,
     )
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import (
+        Qwen3VLMoeTextConfig,
+    )
 
 WITHOUT_MLP = {
     role: name for role, name in NAMES.items() if role not in ("gate", "up", "down")
@@ -35,6 +38,11 @@ EXPERTS = {
     "experts_gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
     "experts_up": "model.layers.{i}.mlp.experts.{e}.up_proj",
     "experts_down": "model.layers.{i}.mlp.experts.{e}.down_proj",
+}
+STACK = {
+    "router": EXPERTS["router"],
+    "experts_gate_up": "model.layers.{i}.mlp.experts.gate_up_proj",
+    "experts_down": "model.layers.{i}.mlp.experts.down_proj",
 }
 MIXTRAL_EXPERTS = {
     "router": "model.layers.{i}.block_sparse_moe.gate",
@@ -121,6 +129,25 @@ def qwen3_moe(config: Qwen3MoeConfig) -> Family:
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         windows=(window or 0,) * config.num_hidden_layers,
+    )
+    return with_dense(family, plain_layers(config), config.intermediate_size)
+
+
+def qwen3_vl_moe(config: Qwen3VLMoeTextConfig) -> Family:
+    """Qwen3-MoE without windows, its experts in one stack: the text of Qwen3-VL-MoE."""
+    family = replace(
+        biased(config),
+        names=WITHOUT_MLP | STACK | QK_NORMS,
+        intermediate_size=config.moe_intermediate_size,
+        experts=Experts(
+            count=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalized=True,
+            stacked=True,
+            halves=True,
+        ),
+        settings=COUNTS,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
 

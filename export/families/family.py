@@ -171,6 +171,8 @@ class Family:
     """The kind of QK-norms; layer norms have biases."""
     qk_norm_weight: bool = True
     """QK-norms multiply by stored weights; else by 1."""
+    norm_after_rope: bool = False
+    """QK-norms follow RoPE."""
     embed_norm: bool = False
     """Embeddings pass an RMS norm without weights before the first layer."""
     head_bias: bool = False
@@ -210,6 +212,8 @@ class Family:
     beside: tuple[str, ...] = ()
     """Parts of a model that are not run, such as those that read images: how their
     tensors' names begin."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Part of a stored name -> what some checkpoints have in its place."""
     inside: str = ""
     """The name of this part in the names of its tensors, where it is one of several."""
     head_gates: bool = False

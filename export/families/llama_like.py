@@ -171,6 +171,11 @@ def ernie(config: Ernie4_5Config) -> Family:
     )
 
 
+def paddleocr_vl(config: Ernie4_5Config) -> Family:
+    """Ernie 4.5 whose RoPE turns halves of a head: the text of PaddleOCR-VL."""
+    return replace(ernie(config), interleaved=False)
+
+
 def seed_oss(config: SeedOssConfig) -> Family:
     """Biases of W_O are switched apart."""
     return replace(llama(config), out_bias=config.attention_out_bias)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         Olmo2Config,
         Olmo3Config,
     )
+    from transformers.models.glm4v.configuration_glm4v import Glm4vTextConfig
+    from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrTextConfig
 
 AFTER = {
     "attn_out_norm": "model.layers.{i}.post_attention_layernorm",
@@ -72,6 +74,20 @@ def glm(config: GlmConfig | Glm4Config) -> Family:
         gated(config),
         names=GLM_NAMES,
         qkv_bias=config.attention_bias,
+        partial_rotary=True,
+        interleaved=True,
+    )
+
+
+def glm4v(config: Glm4vTextConfig) -> Family:
+    """GLM-4 with biases of q, k and v: the text of GLM-4.1V and 4.6V."""
+    return replace(glm_ocr(config), qkv_bias=True)
+
+
+def glm_ocr(config: Glm4vTextConfig | GlmOcrTextConfig) -> Family:
+    return replace(
+        gated(config),
+        names=GLM_NAMES | GLM4_NORMS,
         partial_rotary=True,
         interleaved=True,
     )

@@ -6,26 +6,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+BESIDE = (
+    *(
+        "vision_tower",
+        "vision_model",
+        "vision_encoder",
+        "vision_embed_tokens",
+        "visual",
+    ),
+    *("high_res_vision", "image_tower", "video_tower", "audio_tower", "vqmodel"),
+    *("multi_modal_projector", "mm_projector", "vision_projector", "vision_projection"),
+    *("projector", "connector", "aligner", "merger", "mlp1", "mlp_AR"),
+    *("embed_vision", "embed_audio", "visual_embeddings_table", "image_newline"),
+    *("layerwise_projectors", "spatial_projectors", "mtp."),
+)
+"""Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
+tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The text of a larger model: ``inside`` names it in the names of tensors, those of
-    other parts begin with one of ``beside``."""
+    """The text of a larger model: ``inside`` names it in the names of tensors."""
 
-    beside: tuple[str, ...]
     inside: str = "language_model"
+    beside: tuple[str, ...] = BESIDE
 
 
-IMAGES = TextPart(("vision_tower", "multi_modal_projector"))
 TEXT_PARTS: Mapping[str, TextPart] = {
-    **dict.fromkeys(("gemma3", "got_ocr2", "mistral3"), IMAGES),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), TextPart(("visual", "mtp."))),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), TextPart(("visual",))),
     **dict.fromkeys(
-        ("gemma4", "gemma4_unified"),
-        TextPart(("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
+        (
+            *("aria", "cohere_compass"),
+            *("deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu"),
+            *("gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
+            *("glm_ocr", "got_ocr2", "hyperclovax_vision_v2"),
+            *("internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava"),
+            *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
+            *("minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2"),
+            *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+            *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "video_llama_3"),
+            *("video_llava", "vipllava"),
+        ),
+        TextPart(),
     ),
-    "emu3": TextPart(("vqmodel",), "text_model"),
-    "fuyu": TextPart(("vision_embed_tokens",)),
-    "kimi_k25": TextPart(("vision_tower", "mm_projector")),
+    **dict.fromkeys(
+        ("emu3", "granite_docling", "idefics2", "idefics3", "smolvlm"),
+        TextPart("text_model"),
+    ),
 }

@@ -68,7 +68,7 @@ def glm4_moe(config: Glm4MoeConfig) -> Family:
     (multi-token prediction) is left out."""
     family = replace(
         gated(config),
-        names=NAMES | (QK_NORMS if config.use_qk_norm else {}),
+        names=NAMES | (QK_NORMS if getattr(config, "use_qk_norm", False) else {}),
         intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
         qkv_bias=config.attention_bias,
         partial_rotary=True,

@@ -17,7 +17,6 @@ STATE = "some of its layers keep a state, in a way that no record says"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
 SINKS = "its softmax has sinks, in a way that no record says"
 CHUNKS = "its attention begins anew at every chunk of tokens, which no life keeps"
-NORMS_AFTER_ROPE = "norms with weights follow RoPE on its queries and keys"
 CODER = "it is an encoder, or needs one"
 
 BY_TYPE: Mapping[str, str] = {
@@ -25,7 +24,6 @@ BY_TYPE: Mapping[str, str] = {
     "mimo_v2_flash": SINKS,
     "longcat_flash": TWICE,
     **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), NORMS_AFTER_ROPE),
     **dict.fromkeys(
         ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
     ),

@@ -44,6 +44,7 @@ from kvlathe.export.model.tensors import (
     expert_names,
     made,
     other_names,
+    stacked_as_stored,
     stored_name,
     stored_shapes,
     weight_names,
@@ -86,6 +87,7 @@ class Checkpoint:
             for name in file.keys()  # noqa: SIM118
         }
         spec = stacked.corrected_as_stored(spec, self._where)
+        spec = stacked_as_stored(spec, self._header)
         self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()

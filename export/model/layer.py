@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,10 @@ class Turning(Protocol):
     @property
     def states(self) -> Tensor | None: ...
 
+    def still(self) -> Self:
+        """The same with angles that turn nothing."""
+        ...
+
 
 class Making(NamedTuple):
     """A layer that is being made: of which model, which one, how wide, and the numbers
@@ -175,6 +179,7 @@ class DecoderLayer(nn.Module):
         self.is_read = spec.shape.readers(layer) > 1
         self.head_dim, self.activation = spec.heads(layer).head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
+        self.norm_after_rope = family.norm_after_rope
         self.attn_norm = norm("attn_norm", hidden)
         self.latent, self.value_width = family.latent, widths.v
         self.attend, self.v_map = attend, None
@@ -343,8 +348,11 @@ class DecoderLayer(nn.Module):
 
         wanted = places if rows is None else rows
         angles = None
-        if self.latent is not None and step.cos is not None and step.sin is not None:
+        turns = self.latent is not None or self.norm_after_rope
+        if turns and step.cos is not None and step.sin is not None:
             angles = step.cos, step.sin
+        if self.norm_after_rope:
+            step = step.still()
         mixing = None if self.mixer is None else mix
         attention = None if self.attend is None else attend
         own = self._own_parts(beside, wanted)

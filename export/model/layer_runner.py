@@ -29,6 +29,11 @@ class Rotation(NamedTuple):
     spans: Spans | None = None
     states: Tensor | None = None
 
+    def still(self) -> Rotation:
+        assert self.cos is not None
+        ones, zeros = torch.ones_like(self.cos), torch.zeros_like(self.cos)
+        return self._replace(cos=ones, sin=zeros)
+
 
 class Captured(NamedTuple):
     """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE,

@@ -79,17 +79,12 @@ def read_ropes(
         if kind is not None and (kind, dims) not in found:
             rope = read_rope(config, dims, max_seq_len, family, kind)
             found[kind, dims] = rope
-    if not found:
-        raise KvlatheError(
-            "no layer of the checkpoint has positions",
-            "the decoder turns keys in one layer at least",
-            "choose a checkpoint with RoPE in some layer",
-        )
     turning = list(dict.fromkeys(found.values()))
     for kind, dims in of_layers:
         if kind is None:
-            like = next(x for x in turning if 2 * len(x.inv_freq) == dims)
-            found[kind, dims] = like.still
+            whole = Rope((1.0,) * (dims // 2), (1.0,) * (dims // 2), dims)
+            alike = (x for x in turning if 2 * len(x.inv_freq) == dims)
+            found[kind, dims] = next(alike, whole).still
     ropes = list(dict.fromkeys([*turning, *found.values()]))
     places = [ropes.index(found[of_layer]) for of_layer in of_layers]
     return tuple(ropes), tuple(places)

@@ -250,7 +250,9 @@ def _spec(
     _check_sizes(config, family, turning)
     ropes, rope_of = (), ()
     # Of models whose layers all keep a state, or none, attention may know no positions.
+    # Where a norm follows W_K, a basis cannot be folded: it is behind a RoPE that is still.
     nowhere = family.mixer and family.ropes and not any(map(_turns, family.ropes))
+    nowhere = nowhere and "k_norm" not in family.names
     if "positions" not in family.names and not nowhere:
         own = [heads.head_dim for heads in family.own_heads]
         dims = own or [turning] * config.num_hidden_layers

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvlathe.export.model import latent, mixer_tensors, stacked
+from kvlathe.export.model.packed import HeaderOf
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import rope_names
 
@@ -67,6 +69,8 @@ NORMS = (
 LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
 """Roles around the layers of what each layer is given of tokens."""
 QK_NORMS = ("q_norm", "k_norm")
+TO_STACK = (".{e}.gate_proj", ".gate_up_proj")
+"""Name of one expert's map to gates -> that of all experts to gates and ups."""
 
 
 def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
@@ -189,7 +193,37 @@ def other_names(spec: DecoderSpec, name: str) -> list[str]:
     have one more."""
     first, _, bare = name.partition(".")
     inside = spec.family.inside
-    return [f"{inside}.{name}", f"{first}.{inside}.{bare}"] if inside else [bare]
+    others = [f"{inside}.{name}", f"{first}.{inside}.{bare}"] if inside else [bare]
+    for part, other in spec.family.spellings.items():
+        others += [x.replace(part, other) for x in (name, *others) if part in x]
+    return others
+
+
+def stacked_as_stored(spec: DecoderSpec, header: HeaderOf) -> DecoderSpec:
+    """``spec`` as the checkpoint with these headers has its experts: in one stack where
+    its record has them apart (transformers' modules are such, and the folders of
+    Qwen3.5 with experts), [E, out, in] or [E, in, out]."""
+    family = spec.family
+    experts, names = family.experts, dict(family.names)
+    if experts is None or not (experts.halves or "experts_gate" in names):
+        return spec
+    if not experts.stacked:
+        names["experts_gate_up"] = names.pop("experts_gate").replace(*TO_STACK)
+        names["experts_down"] = names["experts_down"].replace(".{e}", "")
+        del names["experts_up"]
+        experts = replace(experts, stacked=True, out_in=True, halves=True)
+    layers = (i for i in range(spec.layers) if family.experts_of(i) is not None)
+    layer = str(next(layers, 0))
+    found: list[tuple[int, ...]] = []
+    for role in ("experts_gate_up", "experts_down"):
+        name = names[role].replace("{i}", layer)
+        headers = (header(one) for one in (name, *other_names(spec, name)))
+        found += [one[0][1:] for one in headers if one is not None]
+    if not found:
+        return spec
+    hidden, inner = spec.hidden_size, experts.intermediate_size
+    experts = replace(experts, out_in=found == [(2 * inner, hidden), (hidden, inner)])
+    return replace(spec, family=replace(family, names=names, experts=experts))
 
 
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

@@ -195,6 +195,7 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         scales=tuple(spec.scale(layer) for layer in range(spec.layers)),
         ropes=spec.rope_of if len(spec.ropes) > 1 else (),
         wide_qk_norm=spec.family.wide_qk_norm,
+        norm_after_rope=spec.family.norm_after_rope,
         logit_softcap=spec.family.logit_softcap,
         routing=experts and routing_of(experts),
         temperature=spec.family.temperature,

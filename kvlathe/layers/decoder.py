@@ -55,6 +55,8 @@ class Layer(Protocol):
     @property
     def wide_qk_norm(self) -> bool: ...
     @property
+    def norm_after_rope(self) -> bool: ...
+    @property
     def attn_norm(self) -> RowMap | None: ...
     @property
     def attn_out_norm(self) -> RowMap | None: ...
@@ -134,7 +136,8 @@ def run_layer(
     outputs, what attention gives is times sigmoid(W_gate n). Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
     2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
-    of the one k before ``attend``, which turns nothing. A layer that keeps a state adds
+    of the one k before ``attend``, which turns nothing. Where QK-norms follow RoPE, they turn
+    whole heads before those. A layer that keeps a state adds
     what ``mix`` makes of n, beside attention or in place of it (``attend`` None). A layer
     may have no MLP.
 
@@ -198,10 +201,13 @@ def _attended(
     own: OwnParts,
 ) -> Tensor:
     """o of what a layer's attention reads, ``normed`` [T, D]."""
-    q, k, v = _normed(layer, own, *layer.qkv(normed))
+    q, k, v = layer.qkv(normed)
+    if angles is not None and layer.norm_after_rope:
+        q, k = (turned_ends(one, layer.head_dim, angles) for one in (q, k))
+    q, k, v = _normed(layer, own, q, k, v)
     if query_factors is not None:
         q = q * query_factors.to(q.dtype)
-    if angles is not None:
+    if angles is not None and not layer.norm_after_rope:
         q, k = (turned_ends(one, layer.head_dim, angles) for one in (q, k))
     return attend(q, k, v)
 

@@ -31,6 +31,7 @@ class Wiring:
     scales: tuple[float, ...]
     ropes: tuple[int, ...] = ()
     wide_qk_norm: bool = False
+    norm_after_rope: bool = False
     logit_softcap: float = 0.0
     routing: Routing | None = None
     temperature: Temperature | None = None

@@ -39,7 +39,7 @@ OWN_HEADS = tuple(
 )
 """Those whose heads have keys and values of their own, alike in all layers."""
 STATEFUL = ("Lfm", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
-STATEFUL += ("FalconH1",)
+STATEFUL += ("FalconH1", "OlmoHybrid")
 """Beginnings of the names of models whose layers keep states."""
 GATED = ("Afmoe", "Lfm3", "Qwen3Next", "Qwen3_5")
 """Those of models with gates of outputs."""

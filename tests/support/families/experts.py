@@ -123,6 +123,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
         | {"n_group": 4, "topk_group": 2, "num_shared_experts": 2},
     ),
+    "hunyuan_moe": (
+        "HunYuanMoEV1",
+        sizes(64, 4, 2, 32, num_experts=5, moe_topk=2),
+    ),
     "hy_v3": (
         "HYV3",
         sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_shared_experts=2)

@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.support.families.sizes import DELTA, GRANITE, GROUPED, PHI, sizes
 
+STILL = {"rope_type": "default", "rope_theta": None}
+"""RoPE of a model whose positions do not turn."""
 SPACE: dict[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_state": 12,
@@ -44,6 +46,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [1]}
         | {"attention_bias": True},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        sizes(64, 4, 2, num_hidden_layers=4, pad_token_id=0, **DELTA)
+        | {"linear_key_head_dim": 20, "linear_value_head_dim": 10},
+    ),
+    "olmo_hybrid-still": (
+        "OlmoHybrid",
+        sizes(64, 4, 2, pad_token_id=0, **DELTA)
+        | {"linear_key_head_dim": 20, "linear_value_head_dim": 10}
+        | {"linear_allow_neg_eigval": False, "rope_parameters": STILL}
+        | {"layer_types": ["linear_attention", "full_attention"]},
     ),
     "qwen3_5_text": (
         "Qwen3_5Text",

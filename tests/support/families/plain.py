@@ -9,6 +9,7 @@ import numpy as np
 from tests.support.families.sizes import (
     GRANITE,
     MIDDLE_FULL,
+    ONE_ROPE,
     PHI,
     TEMPERATURE,
     YARN,
@@ -24,11 +25,6 @@ LLAMA3 = {
 }
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
-
-ONE_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": None,
-}
 
 
 def longrope(planes: int) -> dict[str, Any]:
@@ -183,6 +179,12 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
             2,
             rope_parameters=LLAMA3 | {"rope_theta": 1e5},
         ),
+    ),
+    "hunyuan": ("HunYuanDenseV1", sizes(64, 4, 2, 16, attention_bias=True)),
+    "hunyuan-stretched": (
+        "HunYuanDenseV1",
+        sizes(64, 4, 2, 32)
+        | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     ),
     "jais2": ("Jais2", sizes(128, 4, 2)),
     "olmo": ("Olmo", sizes(128, 4, 2)),

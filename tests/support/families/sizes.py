@@ -13,7 +13,12 @@ YARN = {
 MIDDLE_FULL = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
 }
-"""Of three layers the middle one has no window."""
+"""The middle one of three layers has no window."""
+
+ONE_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": None,
+}
 
 LATENT_YARN = {"mscale": 0.7, "mscale_all_dim": 0.7}
 

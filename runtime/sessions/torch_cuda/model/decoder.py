@@ -189,7 +189,7 @@ class _Layer:
         tensors: dict[str, Tensor],
         group: ShardGroup,
     ) -> None:
-        self.group = group
+        self.group, self.norm_after_rope = group, wiring.norm_after_rope
         self.parallel = wiring.parallel
         self.head_dim = wiring.head_dim
         self.activation = wiring.activation
@@ -237,7 +237,7 @@ class _Layer:
     ) -> None:
         self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
         self.qkv_maps = _qkv_of(wiring, self.rows, tensors, product)
-        self.has_latent = wiring.latent is not None
+        self.turns = wiring.latent is not None or self.norm_after_rope
         self.o = output_map(tensors, "o", self.group, product)
 
     def __call__(
@@ -253,10 +253,12 @@ class _Layer:
         tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]. ``memory``: of a
         layer that keeps a state."""
 
-        turned = angles if self.attends and self.has_latent else None
+        turned = angles if self.attends and self.turns else None
+        left = angles if turned is None else None
+        if turned is not None and self.norm_after_rope:
+            left = torch.ones_like(turned[0]), torch.zeros_like(turned[1])
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            left = angles if turned is None else None
             o = attend(q, k, v, left, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
