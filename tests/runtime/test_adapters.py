@@ -29,8 +29,8 @@ from tests.support.adapter_cases import (
 )
 from tests.support.adapters import change_tensors, write_adapter
 from tests.support.checkpoints import make_model
+from tests.support.families.sizes import sizes
 from tests.support.runtime_cases import llm
-from tests.support.sizes import sizes
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 TOLERANCE = 1e-4
