@@ -152,6 +152,9 @@ class Family:
     windows: tuple[int, ...] = ()
     """Tokens that each layer's queries see, their own included; 0 is all of them. Empty
     where no layer has a window."""
+    dense_tokens: int = 0
+    """Tokens up to which a query sees all before it: in longer sequences an indexer
+    chooses among them. 0: there is none."""
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""
     ropes: tuple[str | None, ...] = ()

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (Kimi K2.5 is one), GLM-4.7 Flash, Mistral Small 4, A.X K1, Youtu-LLM
+"""DeepSeek V2, V3 (Kimi K2.5 is one) and V3.2, GLM-5, GLM-4.7 Flash, Mistral Small 4, A.X K1, Youtu-LLM
 and MiniCPM3: heads share one latent (MLA, arXiv 2405.04434), most beside experts. What
 guesses further tokens (multi-token prediction) is left out."""
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         AXK1Config,
         DeepseekV2Config,
         DeepseekV3Config,
+        DeepseekV32Config,
         Glm4MoeLiteConfig,
+        GlmMoeDsaConfig,
         MiniCPM3Config,
         Mistral4Config,
         YoutuConfig,
@@ -111,6 +113,24 @@ def deepseek_v3(config: DeepseekV3Config) -> Family:
     experts = grouped(config, config.n_routed_experts)
     family = _with_experts(config, experts, range(config.first_k_dense_replace or 0))
     return replace(family, interleaved=bool(config.rope_interleave))
+
+
+def deepseek_v32(config: DeepseekV32Config | GlmMoeDsaConfig) -> Family:
+    """DeepSeek V3.2 and GLM-5. An indexer chooses the tokens that each query sees; up to
+    as many as it chooses, those are all of them."""
+    experts = grouped(config, config.n_routed_experts)
+    family = _with_experts(config, experts, not_sparse(config.mlp_layer_types))
+    return replace(
+        family,
+        interleaved=True,
+        dense_tokens=config.index_topk,
+        beside=(*family.beside, *indexers(config.num_hidden_layers)),
+    )
+
+
+def indexers(layers: int) -> tuple[str, ...]:
+    """Beginnings of the names of indexers' tensors."""
+    return tuple(f"layers.{layer}.self_attn.indexer." for layer in range(layers))
 
 
 def glm4_moe_lite(config: Glm4MoeLiteConfig) -> Family:

@@ -18,7 +18,7 @@ from kvlathe.export.families import (
     TEXT_PARTS,
     Family,
 )
-from kvlathe.export.families.unknown import why_unknown
+from kvlathe.export.families.unknown import INDEXER, why_unknown
 from kvlathe.export.model.packed import has_mxfp4
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.export.model.scaled_config import beside
@@ -37,6 +37,8 @@ Settings = dict[str, Any]
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models with a head that writes text."""
 KINDS = {"full_attention", "sliding_attention"}
+INDEXED_KINDS = {"indexed_attention", "minimax_m3_sparse"}
+"""Kinds of layers with an indexer, which are full attention up to ``dense_tokens``."""
 MIXING_KINDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 """Kinds of layers that families with a mixer have beside them."""
 QUERIES = frozenset(("q", "qkv", "q_out_gate"))
@@ -241,6 +243,7 @@ def _spec(
         family = replace(family, beside=beside, inside=part.inside)
     _refuse_settings(_text_settings(raw), family)
     served = _served(config.max_position_embeddings, max_seq_len)
+    _check_dense(served, family)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     head_dim = max([head_dim, *(own.head_dim for own in family.own_heads)])
@@ -425,6 +428,17 @@ def _served(max_positions: int, asked: int | None) -> int:
     return served
 
 
+def _check_dense(served: int, family: Family) -> None:
+    """Raises KvlatheError for sequences in which an indexer would choose."""
+    if family.dense_tokens and served > family.dense_tokens:
+        raise KvlatheError(
+            f"sequences of {served:,} tokens cannot be served",
+            INDEXER,
+            f"build with --max-seq-len {family.dense_tokens}: up to there every query "
+            "sees all tokens",
+        )
+
+
 def _check_own_heads(heads: int, family: Family) -> None:
     """Heads that a family reads by itself: of layers that differ, and of a latent."""
     for own in family.own_heads:
@@ -472,7 +486,8 @@ def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> Non
             "",
             f"choose a model with one of {', '.join(ACTIVATIONS)}",
         )
-    unknown = types - (KINDS | MIXING_KINDS if family.mixer else KINDS)
+    known = KINDS | (MIXING_KINDS if family.mixer else set())
+    unknown = types - (known | INDEXED_KINDS if family.dense_tokens else known)
     if unknown:
         raise KvlatheError(
             f"some layers are of the type {', '.join(sorted(unknown))}",

@@ -334,6 +334,26 @@ def test_a_type_of_another_name_is_read_as_transformers_reads_it(
     assert Checkpoint(tmp_path / "k2").spec == Checkpoint(folder).spec
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_models_with_indexers_are_refused_where_those_would_choose(
+    name: str, tmp_path: Path
+) -> None:
+    kind, settings = FAMILIES[name]
+    model = make_model(tmp_path, kind, settings | {"index_topk": 64})
+    with pytest.raises(KvlatheError, match="--max-seq-len 64"):
+        Checkpoint(tmp_path)
+    with pytest.raises(KvlatheError, match="an indexer chooses"):
+        Checkpoint(tmp_path, 65)
+    checkpoint = Checkpoint(tmp_path, 64)
+    ids = some_ids(checkpoint, 65)
+    with torch.no_grad():
+        expected, longer = (model(x[None]).logits[0] for x in (ids[:64], ids))
+    found = identity_decoder(checkpoint).logits(ids[:64].tolist(), range(64))
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    dense = make_model(tmp_path, kind, settings)(ids[None]).logits[0]
+    assert not torch.allclose(longer, dense, atol=TOLERANCE)  # one token more is sparse
+
+
 def test_text_of_kimi_is_deepseeks(reference: Reference, tmp_path: Path) -> None:
     """As published: under names of its own, beside parts that read images."""
     folder, _ = reference("deepseek_v3")

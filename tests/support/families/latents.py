@@ -6,6 +6,9 @@ from typing import Any
 
 from tests.support.families.sizes import GROUPED, LATENT_YARN, YARN, latent
 
+INDEXED = {"index_topk": 512, "index_head_dim": 16, "index_n_heads": 2}
+"""An indexer that chooses as many tokens as the model has positions."""
+
 LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2",
@@ -25,6 +28,18 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         latent(q_lora_rank=None, rope_interleave=False, kv_lora_rank=24, **GROUPED)
         | {"first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        latent(num_hidden_layers=3, **GROUPED)
+        | {"first_k_dense_replace": 1, "rope_scaling": YARN | LATENT_YARN}
+        | INDEXED,
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        latent(num_hidden_layers=3, **GROUPED)
+        | {"first_k_dense_replace": 1, "index_topk_pattern": "FSF"}
+        | INDEXED,
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
