@@ -1,7 +1,7 @@
 """Experts on one GPU by the cuda backend, random weights in the shapes of Qwen3-30B-A3B and
 gpt-oss-20b.
 
-    python -m benchmarks.experts_cuda [--shapes qwen3-30b-a3b ...] [--tokens 1,16,64]
+    python -m benchmarks.experts_cuda [--shapes qwen3-30b-a3b ...] [--weights int4]
     python -m benchmarks.experts_cuda --models [--layers 12]
     python -m benchmarks.experts_cuda --sweep
 
@@ -55,6 +55,7 @@ from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
     TILES,
     GroupedExperts,
+    GroupedWeights,
     Tile,
     Tuning,
 )
@@ -64,6 +65,9 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 COPIES, CALLS, REPLAYS = 4, 8, 10
+BITS = {"float16": 16.0, "fp8": 8.0, "int4": 4.25}
+"""Bits of a weight, with its share of scales."""
+GROUP = 64
 FEW = 64
 """Tokens up to which every expert is timed: its activations grow with experts."""
 BATCH, CHUNK, PROMPTS = 16, 4096, (2048, 4096, 16384)
@@ -131,6 +135,22 @@ def experts_of(shape: Shape) -> dict[str, Tensor]:
     return found
 
 
+def codes_of(shape: Shape, weights: str) -> dict[str, Tensor]:
+    """The same with random codes."""
+    found = experts_of(shape)
+    for role in ("gate", "up", "down"):
+        count, inputs, outputs = found.pop(role).shape
+        groups = 1 if weights == "fp8" else inputs // GROUP
+        width = inputs // groups // (1 if weights == "fp8" else 2)
+        size = (count, outputs, groups, width)
+        codes = torch.randint(0, 60, size, dtype=torch.uint8, device="cuda")
+        scales = torch.rand(size[:3], device="cuda") / 1e3
+        is_float = weights == "fp8"
+        found[f"{role}.codes"] = codes.view(torch.float8_e4m3fn) if is_float else codes
+        found[f"{role}.scales"] = scales if is_float else scales.half()
+    return found
+
+
 def read_rate() -> float:
     """Bytes a second at which torch sums a tensor of 4 GiB."""
     numbers = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
@@ -161,12 +181,17 @@ def microseconds(steps: list[Step], x: Tensor) -> float:
 
 @torch.inference_mode()
 def layer_rows(
-    name: str, tokens: list[int], rate: float
+    name: str, tokens: list[int], rate: float, form: str
 ) -> Iterator[list[str | float]]:
     shape = SHAPES[name]
     routing = shape.routing
-    weights = [ExpertWeights(**experts_of(shape)) for _ in range(COPIES)]
-    chosen: list[Step] = [GroupedExperts(w, routing, "silu") for w in weights]
+    tensors = [experts_of(shape) for _ in range(COPIES)]
+    weights = [ExpertWeights(**own) for own in tensors]
+    if form != "float16":
+        tensors = [codes_of(shape, form) for _ in range(COPIES)]
+    chosen: list[Step] = [
+        GroupedExperts(GroupedWeights.of(own), routing, "silu") for own in tensors
+    ]
     every: list[Step] = [
         partial(run_experts, weights=w, routing=routing, activation="silu")
         for w in weights
@@ -176,13 +201,13 @@ def layer_rows(
         x = torch.randn(many, shape.hidden, device="cuda").half()
         reads = [choose_experts(x, w, routing)[1].unique().numel() for w in weights]
         read = sum(reads) / COPIES
-        bound = read * shape.expert_bytes / rate * 1e6
+        bound = read * shape.expert_bytes * BITS[form] / 16 / rate * 1e6
         found = microseconds(chosen, x)
         old = microseconds(every, x) if many <= FEW else float("nan")
         plain = microseconds(dense, x)
         times = [round(value, 1) for value in (bound, found, old, plain)]
         ratios = [round(found / bound, 2), round(found / plain, 2)]
-        yield [name, many, round(read, 1), *times, *ratios]
+        yield [name, form, many, round(read, 1), *times, *ratios]
 
 
 # -- tunings ---------------------------------------------------------------------------
@@ -217,7 +242,7 @@ class Swept:
 
     def __init__(self, shape: Shape, tile: Tile) -> None:
         self.tile, routing = tile, shape.routing
-        weights = [ExpertWeights(**experts_of(shape)) for _ in range(COPIES)]
+        weights = [GroupedWeights.of(experts_of(shape)) for _ in range(COPIES)]
         self.layers = [GroupedExperts(one, routing, "silu") for one in weights]
         self.x = torch.randn(SWEPT[tile.rows], shape.hidden, device="cuda").half()
         self.chosen = [layer.chosen(self.x) for layer in self.layers]
@@ -413,7 +438,16 @@ def model_rows(
 
 
 # -- tables ----------------------------------------------------------------------------
-LAYER = ["shape", "tokens", "read", "bytes us", "chosen us", "every us", "dense us"]
+LAYER = [
+    "shape",
+    "weights",
+    "tokens",
+    "read",
+    "bytes us",
+    "chosen us",
+    "every us",
+    "dense us",
+]
 LAYER += ["chosen / bytes", "chosen / dense"]
 SWEPT_COLUMNS = ["shape", "tokens", "rows", "tuning", "first us", "second us"]
 MODEL = ["shape", "MLP", "layers", "GB a step", "bytes ms", "step ms", "step / bytes"]
@@ -424,6 +458,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", default="1,16,64,512,2048,8192")
+    parser.add_argument("--weights", choices=BITS, default="float16")
     parser.add_argument("--models", action="store_true")
     parser.add_argument("--layers", type=int, help="of models; default: all of them")
     parser.add_argument("--sweep", action="store_true")
@@ -432,7 +467,10 @@ def main() -> None:
     torch.cuda.empty_cache()
     title = f"{torch.cuda.get_device_name()}, {rate / 1e12:.2f} TB/s"
     tokens = [int(number) for number in asked.tokens.split(",")]
-    columns, found = LAYER, (layer_rows(x, tokens, rate) for x in asked.shapes)
+    columns, found = (
+        LAYER,
+        (layer_rows(x, tokens, rate, asked.weights) for x in asked.shapes),
+    )
     if asked.models:
         columns, found = MODEL, [model_rows(asked.shapes, asked.layers, rate)]
     elif asked.sweep:

@@ -30,6 +30,7 @@ from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.order import Order
 from kvlathe.engines.planning import open_checkpoint
+from kvlathe.plan.kernel_forms import experts_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
@@ -102,14 +103,16 @@ class Job:
         names = spec.family.names
         tables = {f"{names[role]}.weight" for role in ("embed", "head")}
         positions = f"{names.get('positions')}.weight"
+        stack = (spec.family.experts.count,) if spec.family.experts else None
         total = 0
         for name, shape in stored_shapes(spec).items():
             form = formats.table if name in tables else formats.maps
-            if form is None or len(shape) != 2 or name == positions:
+            is_map = len(shape) == 2 or shape[:-2] == stack
+            if form is None or not is_map or name == positions:
                 total += number * math.prod(shape)
                 continue
-            outputs, inputs = shape
-            total += form.bytes_of(inputs, outputs, number)
+            *many, outputs, inputs = shape
+            total += math.prod(many) * form.bytes_of(inputs, outputs, number)
         return total
 
 
@@ -284,15 +287,18 @@ def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:
 
 
 def _check_weights(config: BuildConfig, checkpoint: Checkpoint) -> None:
-    """Experts are products of three dimensions, shards cut weights between codes, 4 bits
-    are not rounded to 4 bits again, and the cuda backend has its own groups."""
+    """Only the cuda backend has products of experts' codes, shards cut weights between
+    codes, 4 bits are not rounded to 4 bits again, and the cuda backend has its own groups."""
     spec = checkpoint.spec
     if config.weight_formats.maps is None:
         return
     fact = f"--weights {config.weights} cannot be used"
     if spec.family.experts is not None:
-        reason = "this model has experts, whose weights no backend takes as codes"
-        raise KvlatheError(fact, reason, "leave out --weights")
+        if config.backend != "cuda":
+            reason = "this model has experts, whose codes the cuda backend alone takes"
+            raise KvlatheError(fact, reason, "leave out --weights")
+        if refusal := experts_refusal():
+            raise KvlatheError(fact, *refusal)
     if config.tensor_parallel_size > 1:
         reason = "codes are not cut for several GPUs"
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")

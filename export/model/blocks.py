@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvlathe.export.families import Experts
 from kvlathe.export.families.family import Mixer
-from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
+from kvlathe.export.model.coded_blocks import CodedExperts, CodedLinear, CodedTable
 from kvlathe.export.model.recurrence import recur
 from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
@@ -131,21 +131,35 @@ class MixerBlock(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """The experts of a layer (kvlathe/layers/experts.py). Weights start as whatever the
-    memory held."""
+    """The experts of a layer (kvlathe/layers/experts.py), in ``dtype`` or in ``form``.
+    Weights start as whatever the memory held."""
 
     def __init__(
-        self, experts: Experts, hidden: int, activation: str, dtype: torch.dtype
+        self,
+        experts: Experts,
+        hidden: int,
+        activation: str,
+        dtype: torch.dtype,
+        form: WeightFormat | None = None,
     ) -> None:
         super().__init__()
         count, inner = experts.count, experts.intermediate_size
         self.activation = activation
         self.routing = routing_of(experts)
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
-        if experts.gated:
-            self.gate = fixed(torch.empty(count, hidden, inner, dtype=dtype))
-        self.up = fixed(torch.empty(count, hidden, inner, dtype=dtype))
-        self.down = fixed(torch.empty(count, inner, hidden, dtype=dtype))
+        sizes = {
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }
+        for role, size in sizes.items():
+            if role == "gate" and not experts.gated:
+                continue
+            if form is not None:
+                own = CodedExperts(count, *size, form, dtype)
+            else:
+                own = fixed(torch.empty(count, *size, dtype=dtype))
+            setattr(self, role, own)
         biases = {
             "router": (count,),
             "gate": (count, 1, inner),
@@ -158,11 +172,21 @@ class ExpertBlock(nn.Module):
             self.correction = fixed(torch.empty(count, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = ExpertWeights(**dict(self.named_parameters()))
+        weights = self.weights(x.dtype)
         # Only CPUs run graphs of float32: there a loop over what is chosen pays.
         if torch.compiler.is_exporting() and x.dtype == torch.float32:
             return self._node(x, weights)
         return run_experts(x, weights, self.routing, self.activation)
+
+    def weights(self, dtype: torch.dtype) -> ExpertWeights:
+        """Codes are the numbers in ``dtype`` that they stand for."""
+        parts = dict(self.named_parameters(recurse=False))
+        coded = {
+            role: one.maps().to(dtype)
+            for role, one in self.named_children()
+            if isinstance(one, CodedExperts)
+        }
+        return ExpertWeights(**parts, **coded)
 
     def _node(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """The node ``kvlathe::Experts``, whose meaning is export/onnx/experts.py."""

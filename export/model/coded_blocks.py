@@ -23,11 +23,16 @@ def _fixed(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class CodedMap(nn.Module):
-    """x [T, in] -> x W [T, out], W in ``form``. Weights start as whatever the memory
-    held."""
+    """x [T, in] -> x W [T, out], W in ``form``; or so many such maps, ``lead``. Weights
+    start as whatever the memory held."""
 
     def __init__(
-        self, inputs: int, outputs: int, form: WeightFormat, dtype: torch.dtype
+        self,
+        inputs: int,
+        outputs: int,
+        form: WeightFormat,
+        dtype: torch.dtype,
+        lead: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         groups = form.groups(inputs)
@@ -36,13 +41,13 @@ class CodedMap(nn.Module):
         kind = torch.float8_e4m3fn if is_float else torch.uint8
         self.form = form
         self.inputs, self.outputs = inputs, outputs
-        self.codes = _fixed(outputs, groups, width, dtype=kind)
-        self.scales = _fixed(
-            outputs, groups, dtype=torch.float32 if is_float else dtype
-        )
+        of_scales = torch.float32 if is_float else dtype
+        self.codes = _fixed(*lead, outputs, groups, width, dtype=kind)
+        self.scales = _fixed(*lead, outputs, groups, dtype=of_scales)
         self.zeros = None
         if form.zeros:
-            self.zeros = _fixed(outputs, -(-groups * form.bits // 8), dtype=torch.uint8)
+            stored = -(-groups * form.bits // 8)
+            self.zeros = _fixed(*lead, outputs, stored, dtype=torch.uint8)
 
     @property
     def weight(self) -> Tensor:
@@ -66,6 +71,31 @@ class CodedMap(nn.Module):
             shape=(x.shape[0], self.outputs),
             version=1,
         )
+
+
+class CodedExperts(CodedMap):
+    """One map of so many experts."""
+
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        form: WeightFormat,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(inputs, outputs, form, dtype, (count,))
+
+    def maps(self) -> Tensor:
+        """[E, in, out], float32."""
+        each: list[Tensor] = []
+        for expert, (codes, scales) in enumerate(
+            zip(self.codes, self.scales, strict=True)
+        ):
+            zeros = None if self.zeros is None else self.zeros[expert]
+            own = CodedWeight(codes, scales, zeros, self.form.bits)
+            each.append(own.matrix(self.inputs).T)
+        return torch.stack(each)
 
 
 class CodedLinear(CodedMap):

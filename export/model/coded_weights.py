@@ -3,7 +3,7 @@ when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ MAPS = (
     *("gate", "up", "down", "project", "out"),
 )
 TABLES = ("embed", "head")
+OF_EXPERTS = ("gate", "up", "down")
+"""Maps of all experts of a layer, [E, in, out]: ``layers.0.experts.up``."""
 GridOf = Callable[[str], Grid | None]
 """A tensor of the decoder by its name -> the grid on which the checkpoint has it."""
 
@@ -25,6 +27,8 @@ def form_of(name: str, formats: WeightFormats) -> WeightFormat | None:
     """The format of the weight ``name`` (``layers.0.q.weight``); None for one that
     stays as it is."""
     *layer, role, kind = name.split(".")
+    if role == "experts":
+        return formats.maps if kind in OF_EXPERTS else None
     if kind != "weight":
         return None
     if role in TABLES:
@@ -34,6 +38,16 @@ def form_of(name: str, formats: WeightFormats) -> WeightFormat | None:
 
 def no_grid(name: str) -> Grid | None:
     return None
+
+
+def stacked(each: Sequence[CodedWeight]) -> CodedWeight:
+    """The codes of all experts as one, [E, ...]."""
+    codes = torch.stack([one.codes for one in each])
+    scales = torch.stack([one.scales for one in each])
+    zeros = [one.zeros for one in each if one.zeros is not None]
+    return CodedWeight(
+        codes, scales, torch.stack(zeros) if zeros else None, each[0].bits
+    )
 
 
 class CodedWeights(Mapping[str, Tensor]):
@@ -73,12 +87,19 @@ class CodedWeights(Mapping[str, Tensor]):
     def _coded(self, base: str) -> CodedWeight:
         if self._last is not None and self._last[0] == base:
             return self._last[1]
-        name = f"{base}.weight"
-        weight = self._weights[name]
-        rows = weight if base == "embed" else weight.T
-        coded = quantize(
-            rows.contiguous(), self._forms[base], self._dtype, self._grid_of(name)
-        )
+        form, dtype = self._forms[base], self._dtype
+        if base in self._weights:  # of experts
+            each = [
+                quantize(one.T.contiguous(), form, dtype)
+                for one in self._weights[base].float()
+            ]
+            coded = stacked(each)
+        else:
+            name = f"{base}.weight"
+            weight = self._weights[name]
+            rows = weight if base == "embed" else weight.T
+            grid = self._grid_of(name)
+            coded = quantize(rows.contiguous(), form, dtype, grid)
         self._last = base, coded
         return coded
 

@@ -286,9 +286,11 @@ class DecoderLayer(nn.Module):
         self.gate = of_mlp("gate", hidden, inner)
         self.up = of_mlp("up", hidden, inner)
         self.down = of_mlp("down", inner, hidden)
-        self.shared_gate = of_mlp("shared_gate", hidden, 1)
-        experts = family.experts_of(layer)
-        self.experts = experts and ExpertBlock(experts, hidden, self.activation, dtype)
+        self.shared_gate = None
+        if "shared_gate" in roles:
+            self.shared_gate = Linear(hidden, 1, family.mlp_bias, dtype)
+        experts, made = family.experts_of(layer), (hidden, self.activation, dtype)
+        self.experts = experts and ExpertBlock(experts, *made, form)
         self.curve = Curve() if "curve" in roles else None
         self._add_beside(spec, layer, dtype)
 

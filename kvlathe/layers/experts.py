@@ -6,12 +6,24 @@ Sizes: T packed tokens, E experts, D hidden size, I columns of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvlathe.layers.routing import Routing, choose
 from kvlathe.layers.rows import ACTIVATIONS
+
+
+class Router(Protocol):
+    """The weights that choose experts, as ExpertWeights names them."""
+
+    @property
+    def router(self) -> Tensor: ...
+    @property
+    def router_bias(self) -> Tensor | None: ...
+    @property
+    def correction(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ def choose_experts(
     return choose(logits, weights.correction, routing)
 
 
-def router_logits(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
+def router_logits(x: Tensor, weights: Router, routing: Routing) -> Tensor:
     """x [T, D] -> [T, E]"""
     router = weights.router
     # Sigmoids lie close together, and so do scores that a correction chooses among.

@@ -5,30 +5,46 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import BuildConfig, build
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.layers.coded_weight import CodedWeight
 from kvlathe.layers.experts import (
     PARTS,
     ExpertWeights,
     choose_experts,
+    router_logits,
     run_expert,
     run_experts,
 )
 from kvlathe.layers.routing import Routing
 from kvlathe.plan.kernel_forms import UNPROVEN
+from kvlathe.plan.manifest import DECODER_FILE
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.torch_cuda.model import grouped_experts
 from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
     TILES,
     GroupedExperts,
+    GroupedWeights,
     Tile,
     experts_map,
 )
+from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
+from tests.native.library import Library
 
-HIDDEN, INNER = 72, 40
+HIDDEN, INNER = 72, 64
+"""With what fills up pairs of groups, both are more than they are."""
 GATED, BIASED, CORRECTED = "gate", "bias", "correction"
 KINDS: dict[str, tuple[str, Routing, int, set[str]]] = {
     "softmax": ("silu", Routing(3, True), 9, {GATED}),
@@ -66,7 +82,8 @@ def device() -> str:
     return "cpu"
 
 
-def weights_of(kind: str, device: str, seed: int = 0) -> ExpertWeights:
+def tensors_of(kind: str, device: str, seed: int = 0) -> dict[str, Tensor]:
+    """The weights of experts by role."""
     _, _, count, parts = KINDS[kind]
     draw = torch.Generator().manual_seed(seed)
 
@@ -74,24 +91,37 @@ def weights_of(kind: str, device: str, seed: int = 0) -> ExpertWeights:
         numbers = torch.randn(shape, generator=draw)
         return (numbers * HIDDEN**-0.5).half().to(device)
 
-    correction = torch.rand(count, generator=draw).to(device)
-    biased = BIASED in parts
-    return ExpertWeights(
-        router=drawn(HIDDEN, count) * 4,
-        up=drawn(count, HIDDEN, INNER),
-        down=drawn(count, INNER, HIDDEN),
-        gate=drawn(count, HIDDEN, INNER) if GATED in parts else None,
-        router_bias=drawn(count) if biased else None,
-        gate_bias=drawn(count, 1, INNER) if biased else None,
-        up_bias=drawn(count, 1, INNER) if biased else None,
-        down_bias=drawn(count, HIDDEN) if biased else None,
-        correction=correction if CORRECTED in parts else None,
-    )
+    found = {
+        "router": drawn(HIDDEN, count) * 4,
+        "up": drawn(count, HIDDEN, INNER),
+        "down": drawn(count, INNER, HIDDEN),
+    }
+    if GATED in parts:
+        found["gate"] = drawn(count, HIDDEN, INNER)
+    if CORRECTED in parts:
+        found["correction"] = torch.rand(count, generator=draw).to(device)
+    if BIASED in parts:
+        found["router_bias"] = drawn(count)
+        found["gate_bias"] = drawn(count, 1, INNER)
+        found["up_bias"] = drawn(count, 1, INNER)
+        found["down_bias"] = drawn(count, HIDDEN)
+    return found
+
+
+def grouped_of(tensors: dict[str, Tensor], kind: str) -> GroupedExperts:
+    activation, routing, _, _ = KINDS[kind]
+    return GroupedExperts(GroupedWeights.of(tensors), routing, activation)
 
 
 def rows_of(tokens: int, device: str, seed: int = 1) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, HIDDEN, generator=draw).half().to(device)
+
+
+def without_ties(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
+    """The rows whose logits all differ: of equal ones, any may be chosen."""
+    logits = router_logits(x, weights, KINDS[kind][1]).sort(-1).values
+    return x[(logits.diff(dim=-1) > 0).all(-1)]
 
 
 def expected(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
@@ -120,17 +150,114 @@ def test_chosen_experts_give_what_the_formula_says_and_others_are_not_read(
     """Experts that no token chose hold NaN, which no product forgives."""
     activation, routing, count, _ = KINDS[kind]
     for tokens in (1, 2, 37):
-        weights = weights_of(kind, device, tokens)
-        x = rows_of(tokens, device, tokens)
+        tensors = tensors_of(kind, device, tokens)
+        weights = ExpertWeights(**tensors)
+        x = without_ties(rows_of(tokens + 9, device, tokens), weights, kind)[:tokens]
         exact = expected(x, weights, kind)
         halves = run_experts(x, weights, routing, activation).double().cpu()
         read = set(choose_experts(x, weights, routing)[1].flatten().tolist())
         for part in weights.parts:
             part[sorted({*range(count)} - read)] = torch.nan
-        found = GroupedExperts(weights, routing, activation).run(x, tile)
+        found = grouped_of(tensors, kind).run(x, tile)
         assert found.dtype == x.dtype
         error = (found.double().cpu() - exact).abs().max()
         assert error <= max(LEAST, 1.5 * (halves - exact).abs().max())
+
+
+def codes_of(shape: torch.Size, group: int, zeros: bool, seed: int) -> CodedWeight:
+    """Any codes of a map [E, K, N]: of 4 bits in groups, or e4m3 where ``group`` is 0."""
+    count, inputs, outputs = shape
+    draw = torch.Generator().manual_seed(seed)
+
+    def bytes_of(*size: int) -> Tensor:
+        return torch.randint(0, 256, size, generator=draw).to(torch.uint8)
+
+    if not group:
+        codes = (bytes_of(count, outputs, 1, inputs) & 0xBF).view(torch.float8_e4m3fn)
+        scales = torch.rand(count, outputs, 1, generator=draw) / 8
+        return CodedWeight(codes, scales, None, 8)
+    groups = -(-inputs // group)
+    codes = bytes_of(count, outputs, groups, group // 2)
+    scales = (torch.rand(count, outputs, groups, generator=draw) / 32).half()
+    own = bytes_of(count, outputs, -(-groups // 2)) if zeros else None
+    return CodedWeight(codes, scales, own, 4)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows} rows")
+@pytest.mark.parametrize(
+    ("group", "zeros"), [(0, False), (32, True), (64, False), (128, True)]
+)
+@pytest.mark.parametrize("kind", ["softmax", "a plain MLP", "bounded"])
+def test_codes_of_experts_are_the_numbers_that_they_stand_for(
+    kind: str, group: int, zeros: bool, tile: Tile, device: str
+) -> None:
+    """Inputs that are no multiple of a group, and groups that are no pair."""
+    if device == "cuda" and not group and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3")
+    tensors = tensors_of(kind, device)
+    coded = dict(tensors)
+    for seed, role in enumerate(("up", "down", "gate")):
+        if role not in tensors:
+            continue
+        shape = coded.pop(role).shape
+        codes = codes_of(shape, group, zeros, seed)
+        each = [one_of(codes, e) for e in range(shape[0])]
+        numbers = torch.stack([one.matrix(shape[1]).T for one in each])
+        tensors[role] = numbers.half().to(device)
+        for name in ("codes", "scales", "zeros"):
+            if (part := getattr(codes, name)) is not None:
+                coded[f"{role}.{name}"] = part.to(device)
+    weights = ExpertWeights(**tensors)
+    x = without_ties(rows_of(21, device), weights, kind)
+    exact = expected(x, weights, kind)
+    found = grouped_of(coded, kind).run(x, tile).double().cpu()
+    assert (found - exact).abs().max() <= 2e-3 * max(1.0, exact.abs().max().item())
+
+
+def one_of(codes: CodedWeight, expert: int) -> CodedWeight:
+    zeros = None if codes.zeros is None else codes.zeros[expert]
+    return CodedWeight(codes.codes[expert], codes.scales[expert], zeros, codes.bits)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "glm4_moe"])
+def test_an_engine_of_codes_is_its_decoder_with_their_numbers(
+    name: str,
+    reference: Callable[[str], tuple[Path, torch.nn.Module]],
+    library: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Built, loaded and run on a GPU; the exporter's decoder is float32. Of some tokens
+    halves choose other experts."""
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    monkeypatch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
+    native.find.cache_clear()
+    asked = BuildConfig(
+        reference(name)[0],
+        tmp_path / "engine",
+        backend="cuda",
+        dtype="float16",
+        device="cpu",
+        weights="int4",
+        max_batch_size=2,
+        max_seq_len=128,
+        use_cache=False,
+    )
+    folder = build(asked)
+    prompt = list(range(3, 90))
+    with LLM.load(folder, cache_bytes=1 << 26) as llm:
+        found = llm.logits(prompt, range(len(prompt)))
+        formats = asked.weight_formats
+        decoder = Decoder(
+            Checkpoint(reference(name)[0]).spec, llm.plan, formats=formats
+        )
+    tensors = read_decoder(folder, DECODER_FILE, "cpu")[1]
+    kinds = decoder.state_dict()
+    decoder.load_state_dict({x: part.to(kinds[x].dtype) for x, part in tensors.items()})
+    exact = decoder.logits(prompt, range(len(prompt))).numpy()
+    errors = np.abs(found - exact).max(-1)
+    assert np.quantile(errors, 0.85) <= 2e-2 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("rows", [16, 64])
@@ -138,8 +265,8 @@ def test_chosen_experts_give_what_the_formula_says_and_others_are_not_read(
 def test_each_pair_has_one_row_in_a_tile_of_its_expert(
     kind: str, rows: int, device: str
 ) -> None:
-    activation, routing, count, _ = KINDS[kind]
-    grouped = GroupedExperts(weights_of(kind, device), routing, activation)
+    _, routing, count, _ = KINDS[kind]
+    grouped = grouped_of(tensors_of(kind, device), kind)
     draw = torch.Generator().manual_seed(2)
     for tokens in (1, 5, 64, 150):
         size = (tokens, routing.chosen)
@@ -157,8 +284,7 @@ def test_each_pair_has_one_row_in_a_tile_of_its_expert(
 
 
 def test_rows_of_no_numbers_leave_others_as_they_are(device: str) -> None:
-    activation, routing, _, _ = KINDS["softmax"]
-    grouped = GroupedExperts(weights_of("softmax", device), routing, activation)
+    grouped = grouped_of(tensors_of("softmax", device), "softmax")
     x = rows_of(9, device)
     before = grouped(x)
     x[4] = torch.nan
@@ -172,8 +298,7 @@ def test_rows_of_no_numbers_leave_others_as_they_are(device: str) -> None:
 def test_a_graph_groups_the_rows_that_it_is_given(tokens: int, device: str) -> None:
     if device != "cuda":
         pytest.skip("graphs are CUDA's")
-    activation, routing, _, _ = KINDS["corrected"]
-    grouped = GroupedExperts(weights_of("corrected", device), routing, activation)
+    grouped = grouped_of(tensors_of("corrected", device), "corrected")
     x = rows_of(tokens, device)
     grouped(x)
     torch.cuda.synchronize()
@@ -192,18 +317,27 @@ def test_without_the_kernels_every_expert_computes_and_the_log_says_why(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     activation, routing, _, _ = KINDS["softmax"]
-    weights, x = weights_of("softmax", "cpu"), rows_of(5, "cpu")
+    tensors, x = tensors_of("softmax", "cpu"), rows_of(5, "cpu")
     monkeypatch.setenv(UNPROVEN, "0" if reason == "not proven" else "1")
     monkeypatch.setattr(grouped_experts, "KERNELS", "kvlathe.no_kernels_of_experts")
     if reason == "float32":
-        tensors = {
-            x: part.float() for x, part in vars(weights).items() if part is not None
-        }
-        weights, x = ExpertWeights(**tensors), x.float()
+        tensors, x = {role: part.float() for role, part in tensors.items()}, x.float()
     told = {"not proven": UNPROVEN, "float32": "float32", "no Triton": "no_kernels"}
     grouped_experts.tell.cache_clear()
     with caplog.at_level(logging.WARNING, "kvlathe"):
-        experts = [experts_map(weights, routing, activation) for _ in range(3)]
-    assert torch.equal(experts[0](x), run_experts(x, weights, routing, activation))
+        experts = [experts_map(tensors, routing, activation) for _ in range(3)]
+    every = run_experts(x, ExpertWeights(**tensors), routing, activation)
+    assert torch.equal(experts[0](x), every)
     assert len(caplog.records) == 1
     assert "every expert" in caplog.text and told[reason] in caplog.text
+
+
+def test_codes_without_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    activation, routing, _, _ = KINDS["a plain MLP"]
+    tensors = tensors_of("a plain MLP", "cpu")
+    for role in ("up", "down"):
+        codes = codes_of(tensors.pop(role).shape, 32, False, 0)
+        tensors |= {f"{role}.codes": codes.codes, f"{role}.scales": codes.scales}
+    monkeypatch.setattr(grouped_experts, "KERNELS", "kvlathe.no_kernels_of_experts")
+    with pytest.raises(KvlatheError, match=r"no_kernels.*without --weights"):
+        experts_map(tensors, routing, activation)

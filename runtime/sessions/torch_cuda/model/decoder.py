@@ -26,7 +26,6 @@ from kvlathe.layers.decoder import (
     run_layer,
     tied_head,
 )
-from kvlathe.layers.experts import ExpertWeights
 from kvlathe.layers.gated import HeadOutputs
 from kvlathe.layers.mixers import MixerMemory, Mixing, mix
 from kvlathe.layers.rows import Rows, xielu
@@ -153,7 +152,7 @@ class TorchDecoder:
         return rows.masked_fill_(foreign[:, None], 0)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
-        """Of each rotation."""
+        """cos and sin of each rotation."""
         found: list[Angles | None] = []
         for rope in self.ropes:
             cos, sin = rope_angles(positions, *rope)
@@ -322,7 +321,7 @@ def _qkv_of(
 def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
     if not tensors or wiring.routing is None:
         return None
-    return experts_map(ExpertWeights(**tensors), wiring.routing, wiring.activation)
+    return experts_map(tensors, wiring.routing, wiring.activation)
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:

@@ -3,7 +3,8 @@ experts are put into tiles, each of one expert, and products read the weights of
 that own a tile.
 
 Sizes: T tokens, C experts that each passes, P = T * C pairs, E experts, B tiles of M rows
-at most, D hidden size, I columns of an expert. ``K`` inputs and ``N`` outputs of a product.
+at most, D hidden size, I columns of an expert. ``K`` inputs and ``N`` outputs of a product. Weights have 16
+``BITS``, 8 (e4m3, a scale for each output) or 4 (a scale for each ``GROUP`` of inputs).
 """
 
 from __future__ import annotations
@@ -123,11 +124,24 @@ def combined(gate: Tensor, up: Tensor, alpha: float, limit: float, ACTIVATION: c
 
 
 @jit
-def weights_at(weights: Tensor, first: int, n: Tensor, K: constexpr, N: constexpr,
-               KS: constexpr, NS: constexpr) -> Tensor:
-    """[KS, NS] of weights [K, N]; zeros past its ends."""
+def inputs_at(rows: Tensor, real: Tensor, first: int, K: constexpr, WIDE: constexpr,
+              KS: constexpr) -> Tensor:
+    """[M, KS] of the K inputs that ``rows`` [M] point to; zeros for rows that are not
+    ``real``, and past the end, where ``WIDE`` inputs are asked for."""
     k = first + tl.arange(0, KS)
-    at = weights + k[:, None] * N + n[None, :]
+    at = rows[:, None] + k[None, :]
+    is_in = real[:, None]
+    if WIDE % KS or WIDE > K:
+        is_in = is_in & (k < K)[None, :]
+    return tl.load(at, mask=is_in, other=0.0)
+
+
+@jit
+def tile_at(numbers: Tensor, first: int, n: Tensor, K: constexpr, N: constexpr,
+            KS: constexpr, NS: constexpr) -> Tensor:
+    """[KS, NS] of numbers [K, N]; zeros past its ends."""
+    k = first + tl.arange(0, KS)
+    at = numbers + k[:, None] * N + n[None, :]
     if K % KS == 0 and N % NS == 0:
         found = tl.load(at)
     else:
@@ -136,24 +150,59 @@ def weights_at(weights: Tensor, first: int, n: Tensor, K: constexpr, N: constexp
 
 
 @jit
-def inputs_at(rows: Tensor, real: Tensor, first: int, K: constexpr, KS: constexpr) -> Tensor:
-    """[M, KS] of the inputs that ``rows`` [M] point to; zeros for rows that are not
-    ``real``, and past the end."""
-    k = first + tl.arange(0, KS)
-    at = rows[:, None] + k[None, :]
-    is_in = real[:, None]
-    if K % KS:
-        is_in = is_in & (k < K)[None, :]
-    return tl.load(at, mask=is_in, other=0.0)
+def group_at(numbers: Tensor, group: int, n: Tensor, N: constexpr) -> Tensor:
+    """[1, NS] of numbers [G, N]."""
+    return tl.load(numbers + group * N + n, mask=n < N, other=0)[None, :].to(tl.float16)
 
 
 @jit
-def inner(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor, up_bias: Tensor, out: Tensor,
+def of_nibbles(codes: Tensor, scales: Tensor, zeros: Tensor, group: int, n: Tensor,
+               N: constexpr, HAS_ZEROS: constexpr) -> Tensor:
+    """The weights of codes [KS, NS] of one group."""
+    zero = group_at(zeros, group, n, N) if HAS_ZEROS else 8
+    return (codes.to(tl.float16) - zero) * group_at(scales, group, n, N)
+
+
+@jit
+def added(total: Tensor, rows: Tensor, more: Tensor, weights: Tensor, scales: Tensor,
+          zeros: Tensor, first: int, n: Tensor, K: constexpr, N: constexpr, BITS: constexpr,
+          GROUP: constexpr, HAS_ZEROS: constexpr, KS: constexpr, NS: constexpr) -> Tensor:
+    """total [M, NS] and what the inputs from ``first`` on add: ``rows`` [M, KS], times the
+    weights [K, N] of one expert. Of 4 bits a byte has the codes of two inputs, KS / 2 apart:
+    those of ``rows`` and of ``more``, [M, KS / 2] each."""
+    if BITS == 4:
+        H: constexpr = KS // 2
+        codes = tile_at(weights, first // 2, n, K // 2, N, H, NS)
+        low = of_nibbles(codes & 15, scales, zeros, first // GROUP, n, N, HAS_ZEROS)
+        high = of_nibbles(codes >> 4, scales, zeros, (first + H) // GROUP, n, N, HAS_ZEROS)
+        total = tl.dot(more, high, tl.dot(rows, low, total))
+    else:
+        numbers = tile_at(weights, first, n, K, N, KS, NS)
+        total = tl.dot(rows, numbers.to(rows.dtype), total)
+    return total
+
+
+@jit
+def finished(total: Tensor, scales: Tensor, bias: Tensor, n: Tensor, N: constexpr,
+             BITS: constexpr, IS_BIASED: constexpr) -> Tensor:
+    """total [M, NS] with the scales of outputs, which e4m3 has, and the bias."""
+    if BITS == 8:
+        total *= tl.load(scales + n, mask=n < N, other=0.0)[None, :]
+    if IS_BIASED:
+        total += tl.load(bias + n, mask=n < N, other=0.0)[None, :].to(tl.float32)
+    return total
+
+
+@jit
+def inner(x: Tensor, gate: Tensor, gate_scales: Tensor, gate_zeros: Tensor, gate_bias: Tensor,
+          up: Tensor, up_scales: Tensor, up_zeros: Tensor, up_bias: Tensor, out: Tensor,
           rows: Tensor, owners: Tensor, alpha: float, limit: float, C: constexpr, K: constexpr,
-          N: constexpr, IS_GATED: constexpr, IS_BIASED: constexpr, ACTIVATION: constexpr,
+          WIDE: constexpr, N: constexpr, BITS: constexpr, GROUP: constexpr, HAS_ZEROS: constexpr,
+          IS_GATED: constexpr, IS_BIASED: constexpr, ACTIVATION: constexpr,
           IS_BOUNDED: constexpr, M: constexpr, NS: constexpr, KS: constexpr) -> None:
-    """x [T, D], gate and up [E, D, I], biases [E, I] -> what the second product reads, out
-    [B * M, I]: of tile ``tile``, NS columns."""
+    """x [T, D], maps gate and up, biases [E, I] -> what the second product reads, out
+    [B * M, I]: of one tile, NS columns. A map has weights [E, WIDE, I], scales [E, WIDE /
+    GROUP, I] and zeros alike; ``WIDE``: K with what fills it up."""
     tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
     owner = tl.load(owners + tile).to(tl.int64)
     if owner < 0:
@@ -165,28 +214,33 @@ def inner(x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor, up_bias: Tenso
     n = columns * NS + tl.arange(0, NS)
     ups = tl.zeros([M, NS], tl.float32)
     gates = tl.zeros([M, NS], tl.float32)
-    for first in range(0, K, KS):
-        own = inputs_at(x_rows, real, first, K, KS)
-        ups = tl.dot(own, weights_at(up + owner * K * N, first, n, K, N, KS, NS), ups)
+    HALVES: constexpr = 2 if BITS == 4 else 1
+    own, many = owner * (WIDE // HALVES * N), owner * (WIDE // GROUP * N)
+    for first in range(0, WIDE, KS):
+        some = inputs_at(x_rows, real, first, K, WIDE, KS // HALVES)
+        more = some
+        if BITS == 4:
+            more = inputs_at(x_rows, real, first + KS // 2, K, WIDE, KS // 2)
+        ups = added(ups, some, more, up + own, up_scales + many, up_zeros + many, first, n, WIDE,
+                    N, BITS, GROUP, HAS_ZEROS, KS, NS)
         if IS_GATED:
-            gates = tl.dot(own, weights_at(gate + owner * K * N, first, n, K, N, KS, NS), gates)
-    is_column = n < N
-    if IS_BIASED:
-        ups += tl.load(up_bias + owner * N + n, mask=is_column, other=0.0)[None, :].to(tl.float32)
-        if IS_GATED:
-            shift = tl.load(gate_bias + owner * N + n, mask=is_column, other=0.0)
-            gates += shift[None, :].to(tl.float32)
+            gates = added(gates, some, more, gate + own, gate_scales + many, gate_zeros + many,
+                          first, n, WIDE, N, BITS, GROUP, HAS_ZEROS, KS, NS)
+    ups = finished(ups, up_scales + many, up_bias + owner * N, n, N, BITS, IS_BIASED)
+    if IS_GATED:
+        gates = finished(gates, gate_scales + many, gate_bias + owner * N, n, N, BITS, IS_BIASED)
     found = combined(gates, ups, alpha, limit, ACTIVATION, IS_GATED, IS_BOUNDED)
     to = out + at[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(to, found, mask=is_column[None, :])
+    tl.store(to, found, mask=(n < N)[None, :])
 
 
 @jit
-def outer(inputs: Tensor, down: Tensor, bias: Tensor, shares: Tensor, out: Tensor, rows: Tensor,
-          owners: Tensor, K: constexpr, N: constexpr, IS_BIASED: constexpr, M: constexpr,
-          NS: constexpr, KS: constexpr) -> None:
-    """inputs [B * M, I], down [E, I, D], bias [E, D], shares [P] -> out [P, D]: of each pair
-    what its expert gives, times its share."""
+def outer(inputs: Tensor, down: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor,
+          shares: Tensor, out: Tensor, rows: Tensor, owners: Tensor, K: constexpr,
+          WIDE: constexpr, N: constexpr, BITS: constexpr, GROUP: constexpr, HAS_ZEROS: constexpr,
+          IS_BIASED: constexpr, M: constexpr, NS: constexpr, KS: constexpr) -> None:
+    """inputs [B * M, I], the map down to [D], bias [E, D], shares [P] -> out [P, D]: of each
+    pair what its expert gives, times its share."""
     tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
     owner = tl.load(owners + tile).to(tl.int64)
     if owner < 0:
@@ -197,13 +251,17 @@ def outer(inputs: Tensor, down: Tensor, bias: Tensor, shares: Tensor, out: Tenso
     own_rows = inputs + at.to(tl.int64) * K
     n = columns * NS + tl.arange(0, NS)
     found = tl.zeros([M, NS], tl.float32)
-    for first in range(0, K, KS):
-        own = inputs_at(own_rows, real, first, K, KS)
-        found = tl.dot(own, weights_at(down + owner * K * N, first, n, K, N, KS, NS), found)
-    is_column = n < N
-    if IS_BIASED:
-        found += tl.load(bias + owner * N + n, mask=is_column, other=0.0)[None, :].to(tl.float32)
+    HALVES: constexpr = 2 if BITS == 4 else 1
+    own, many = owner * (WIDE // HALVES * N), owner * (WIDE // GROUP * N)
+    for first in range(0, WIDE, KS):
+        some = inputs_at(own_rows, real, first, K, WIDE, KS // HALVES)
+        more = some
+        if BITS == 4:
+            more = inputs_at(own_rows, real, first + KS // 2, K, WIDE, KS // 2)
+        found = added(found, some, more, down + own, scales + many, zeros + many, first, n, WIDE,
+                      N, BITS, GROUP, HAS_ZEROS, KS, NS)
+    found = finished(found, scales + many, bias + owner * N, n, N, BITS, IS_BIASED)
     found *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
     to = out + pair[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(to, found, mask=real[:, None] & is_column[None, :])
+    tl.store(to, found, mask=real[:, None] & (n < N)[None, :])
 # fmt: on

@@ -8,7 +8,6 @@ size, I columns of an expert.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,10 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.layers.experts import ExpertWeights, router_logits, run_experts
 from kvlathe.layers.routing import LEAST, Routing, choose
 from kvlathe.layers.rows import ACTIVATIONS
-from kvlathe.plan.kernel_forms import UNPROVEN
+from kvlathe.plan.kernel_forms import experts_refusal
+from kvlathe.runtime.sessions.torch_cuda.model.expert_maps import (
+    ExpertMap,
+    taken_map,
+)
 
 KERNELS = "kvlathe.runtime.sessions.torch_cuda.model.expert_kernels"
 HALVES = (torch.float16, torch.bfloat16)
@@ -60,27 +64,61 @@ TILES = (
 )
 
 
+@dataclass(frozen=True)
+class GroupedWeights:
+    """As ExpertWeights, with maps as kernels read them."""
+
+    router: Tensor
+    up: ExpertMap
+    down: ExpertMap
+    gate: ExpertMap | None = None
+    router_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    correction: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> GroupedWeights:
+        """``tensors`` by role: those of ExpertWeights, or codes of its maps."""
+        left = dict(tensors)
+        up, down = taken_map(left, "up"), taken_map(left, "down")
+        assert up is not None and down is not None
+        gate = taken_map(left, "gate")
+        return cls(up=up, down=down, gate=gate, **left)
+
+
 def experts_map(
-    weights: ExpertWeights, routing: Routing, activation: str
+    tensors: Mapping[str, Tensor], routing: Routing, activation: str
 ) -> Callable[[Tensor], Tensor]:
-    """x [T, D] -> [T, D]: the experts of a layer. All of them compute, as ``run_experts``,
-    where the kernels for chosen ones cannot run: the log says why."""
-    every = partial(
-        run_experts, weights=weights, routing=routing, activation=activation
-    )
-    if os.environ.get(UNPROVEN) != "1":
-        tell(f"kernels for chosen ones have not run on a GPU yet ({UNPROVEN}=1)")
-        return every
-    if weights.down.dtype not in HALVES:
-        tell(f"their weights are {weights.down.dtype}, not of 16 bits")
-        return every
+    """x [T, D] -> [T, D]: the experts of a layer, ``tensors`` by role. All of them compute,
+    as ``run_experts``, where the kernels for chosen ones cannot run: the log says why.
+    Raises KvlatheError where their weights are codes, which those kernels alone read."""
     try:
-        grouped = GroupedExperts(weights, routing, activation)
-        grouped.try_out()
+        reason = _refusal(tensors)
+        if not reason:
+            grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
+            grouped.try_out()
+            return grouped
     except Exception as error:  # Triton's, its compilers', and the driver's
-        tell(repr(error).partition("\n")[0])
-        return every
-    return grouped
+        reason = repr(error).partition("\n")[0]
+    if "up" not in tensors:
+        raise KvlatheError(
+            "the experts of this engine cannot run: their weights are codes",
+            reason,
+            "build it without --weights",
+        )
+    tell(reason)
+    weights = ExpertWeights(**tensors)
+    return partial(run_experts, weights=weights, routing=routing, activation=activation)
+
+
+def _refusal(tensors: Mapping[str, Tensor]) -> str:
+    """The reason for which the kernels are not tried; empty where they are."""
+    if refusal := experts_refusal():
+        return ": ".join(refusal)
+    dtype = tensors["router"].dtype
+    return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
 @cache
@@ -94,16 +132,19 @@ class GroupedExperts:
     missing."""
 
     def __init__(
-        self, weights: ExpertWeights, routing: Routing, activation: str
+        self, weights: GroupedWeights, routing: Routing, activation: str
     ) -> None:
         self.weights, self.routing = weights, routing
         self.activation = ACTIVATION_NAMES[ACTIVATIONS[activation]]
         self.kernels: ModuleType = import_module(KERNELS)
-        self.count, self.columns, self.hidden = weights.down.shape
+        self.hidden, self.count = weights.router.shape
+        self.columns = weights.up.outputs
+        self.tiles = TILES
 
     def __call__(self, x: Tensor) -> Tensor:
         mean = len(x) * self.routing.chosen / self.count
-        return self.run(x, next(tile for tile in TILES if mean <= tile.mean))
+        able = (tile for tile in self.tiles if mean <= tile.mean)
+        return self.run(x, next(able, self.tiles[-1]))
 
     def run(self, x: Tensor, tile: Tile) -> Tensor:
         """The same in tiles of one form."""
@@ -116,10 +157,23 @@ class GroupedExperts:
         return self._outer(inner, shares, rows, owners, tile).to(x.dtype)
 
     def try_out(self) -> None:
-        """Compile and run every kernel once. Raises what keeps one from it."""
-        x = self.weights.down.new_zeros(1, self.hidden)
+        """Compile and run the kernels once, in tiles of every form: ``tiles`` are then those
+        that fit this GPU. Raises what keeps all of them from it."""
+        x, fault, fit = (
+            self.weights.router.new_zeros(1, self.hidden),
+            None,
+            list[Tile](),
+        )
         for tile in TILES:
-            self.run(x, tile).sum().item()
+            try:
+                self.run(x, tile).sum().item()
+            except Exception as error:  # Triton's, its compilers', and the driver's
+                fault = error
+            else:
+                fit.append(tile)
+        if fault and not fit:
+            raise fault
+        self.tiles = tuple(fit)
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What each pair counts [T, C] float32, and its expert [T, C] int32."""
@@ -182,10 +236,8 @@ class GroupedExperts:
         programs = len(owners) * -(-self.columns // how.columns)
         self.kernels.inner[(programs,)](
             x,
-            own.up if own.gate is None else own.gate,
-            own.up,
-            own.up if own.gate_bias is None else own.gate_bias,
-            own.up if own.up_bias is None else own.up_bias,
+            *_arguments(own.gate or own.up, own.gate_bias),
+            *_arguments(own.up, own.up_bias),
             out,
             rows,
             owners,
@@ -193,14 +245,18 @@ class GroupedExperts:
             self.routing.limit,
             self.routing.chosen,
             self.hidden,
+            own.up.wide,
             self.columns,
+            own.up.bits,
+            own.up.group,
+            own.up.zeros is not None,
             own.gate is not None,
             own.up_bias is not None,
             self.activation,
             self.routing.limit > 0,
             tile.rows,
             how.columns,
-            how.inputs,
+            own.up.step(how.inputs),
             num_warps=how.warps,
             num_stages=how.stages,
         )
@@ -215,22 +271,32 @@ class GroupedExperts:
         programs = len(owners) * -(-self.hidden // how.columns)
         self.kernels.outer[(programs,)](
             inner,
-            down,
-            down if bias is None else bias,
+            *_arguments(down, bias),
             shares,
             out,
             rows,
             owners,
             self.columns,
+            down.wide,
             self.hidden,
+            down.bits,
+            down.group,
+            down.zeros is not None,
             bias is not None,
             tile.rows,
             how.columns,
-            how.inputs,
+            down.step(how.inputs),
             num_warps=how.warps,
             num_stages=how.stages,
         )
         return out.view(*shares.shape, self.hidden).sum(1)
+
+
+def _arguments(own: ExpertMap, bias: Tensor | None) -> list[Tensor]:
+    """Weights, scales, zeros and biases; the weights in place of what there is not, which
+    is not read."""
+    parts = (own.weights, own.scales, own.zeros, bias)
+    return [own.weights if part is None else part for part in parts]
 
 
 ACTIVATION_NAMES: Mapping[object, str] = {

@@ -13,10 +13,11 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import fold
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.coded_blocks import CodedExperts, CodedMap
 from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.quantize import quantize
-from kvlathe.export.model.weights_file import wiring
+from kvlathe.export.model.weights_file import decoder_places, wiring
 from kvlathe.layers.coded_weight import CodedWeight, middle
 from kvlathe.plan.deal import deal
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
@@ -175,3 +176,43 @@ def test_codes_are_not_cut_for_several_gpus(reference: Reference) -> None:
     plan = whole_plan(Checkpoint(reference("llama")[0]).spec)
     with pytest.raises(KvlatheError, match="its weights are codes"):
         Slices(deal(plan, 2), 0)("layers.0.q.codes", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("qwen2_moe", WeightFormat("int4", 32, True)),
+        ("gpt_oss", WeightFormat("int4", 64)),
+        ("glm4_moe", FP8),
+    ],
+)
+def test_each_expert_has_codes_of_its_own(
+    name: str, form: WeightFormat, reference: Reference
+) -> None:
+    """Each map's codes are those that it has alone. The decoder on codes is that of the
+    numbers that they stand for, and routers stay numbers."""
+    checkpoint = Checkpoint(reference(name)[0])
+    plan = whole_plan(checkpoint.spec)
+    formats = WeightFormats(form)
+    plain = fold(checkpoint, plan, Basis())
+    codes = CodedWeights(plain, formats, torch.float32)
+    assert decoder_places(checkpoint.spec, plan, torch.float32, formats).keys() == {
+        *codes
+    }
+    coded = Decoder(checkpoint.spec, plan, formats=formats)
+    coded.load_state_dict(dict(codes))
+    numbers = {x: plain[x] for x in codes if x in plain}
+    for at, module in coded.named_modules():
+        if isinstance(module, CodedExperts):
+            numbers[at] = module.maps()
+            last = quantize(plain[at][-1].T.contiguous(), form, torch.float32)
+            inputs = plain[at].shape[1]
+            torch.testing.assert_close(numbers[at][-1], last.matrix(inputs).T)
+        elif isinstance(module, CodedMap):
+            numbers[f"{at}.weight"] = module.weight.T.contiguous()
+    assert any("experts.router" in x for x in numbers)
+    decoder = Decoder(checkpoint.spec, plan)
+    decoder.load_state_dict(numbers)
+    ids = list(range(3, 40))
+    expected = decoder.logits(ids, range(len(ids)))
+    torch.testing.assert_close(coded.logits(ids, range(len(ids))), expected)
