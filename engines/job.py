@@ -30,7 +30,7 @@ from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.order import Order
 from kvlathe.engines.planning import open_checkpoint
-from kvlathe.plan.kernel_forms import experts_refusal
+from kvlathe.plan.kernel_forms import UNLIKE, experts_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
@@ -255,17 +255,16 @@ def _check_latent(order: Order, spec: DecoderSpec) -> None:
 
 
 def _check_unlike(order: Order, spec: DecoderSpec) -> None:
-    """Layers that differ in their heads, or share caches, are known to engines on
-    CPUs."""
+    """Layers that differ in their heads, or share caches, are known to two backends."""
     from kvlathe.export.methods.composition import check_unlike
 
     if spec.shape.alike:
         return
-    if order.config.backend != "onnxruntime":
+    if order.config.backend not in ("onnxruntime", "cuda"):
         raise KvlatheError(
             f"--backend {order.config.backend} cannot be used with this model",
-            "its layers have heads of unlike shapes, or share caches",
-            "build with --backend onnxruntime, and run it on a CPU",
+            UNLIKE,
+            "build with --backend onnxruntime and run it on a CPU, or with --backend cuda",
         )
     check_unlike(order.compression, order.outline, spec.shape)
 

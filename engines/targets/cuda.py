@@ -19,7 +19,7 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.plan.kernel_forms import (
     Refusal,
     forms_refusal,
-    heads_refusal,
+    most_group,
     plan_refusal,
 )
 from kvlathe.plan.manifest import Limits
@@ -60,7 +60,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     plan."""
     check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)
-    refusal = heads_refusal(plan) or _hot_refusal(plan) or _coded_refusal(plan)
+    refusal = _hot_refusal(plan) or _coded_refusal(plan)
     refusal = refusal or _size_refusal(plan) or plan_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
@@ -100,7 +100,7 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     rank_k = max(lane.rank_k for lane in plan.lanes)
     rank_v = max(lane.rank_v for lane in plan.lanes)
     inputs = max(lane.input_dim for lane in plan.lanes)
-    buckets, group = len(plan.index.parts), plan.model.group_size
+    buckets, group = len(plan.index.parts), most_group(plan)
     slots = plan.index.most_slots
     observation = plan.index.observation
     observed = plan.index.most_in_a_layer if observation else 0
@@ -108,7 +108,7 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     # Where V is a part of K, query heads may be more than one tile has.
     once = plan.index.values_in_keys
     tiles = lanes * -(-group // kernel_limits()["kMaxGroup"]) if once else 0
-    most_group = "kMaxWideGroup" if once else "kMaxGroup"
+    of_group = "kMaxWideGroup" if once else "kMaxGroup"
     sizes = (
         (
             f"it has {buckets} buckets, one for each window or head",
@@ -117,7 +117,7 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
         ),
         (f"a head is in {slots} buckets", slots, "kMaxSlots"),
         (f"it ranks tokens in {observed} buckets a layer", observed, "kMaxSlots"),
-        (f"the model has {group} query heads a KV head", group, most_group),
+        (f"the model has {group} query heads a KV head", group, of_group),
         (f"it ranks tokens by {ranking} query heads a KV head", ranking, "kMaxGroup"),
         (f"a layer has {lanes} KV heads", lanes, "kMaxLanes"),
         (f"a layer has {tiles} tiles of query heads", tiles, "kMaxLanes"),

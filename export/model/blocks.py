@@ -20,6 +20,7 @@ from kvlathe.layers.gated import HeadOutputs, HeadPlaces
 from kvlathe.layers.mixers import MixerParts, Spans, SpreadMemory, mix
 from kvlathe.layers.routing import Routing
 from kvlathe.layers.rows import Rows, xielu
+from kvlathe.layers.values import ValueMaps
 from kvlathe.plan.weight_formats import WeightFormat
 
 ROWS = Rows()
@@ -242,8 +243,7 @@ class Norm(nn.Module):
 
 class ValueMap(nn.Module):
     """Values of H heads: each head's norm without weights, then its lane's map, where
-    there are any: ``maps`` [H, d, R] and ``bias`` [sum of ``widths``]. A lane narrower
-    than R has its own columns first."""
+    there are any (kvlathe/layers/values.py)."""
 
     def __init__(
         self,
@@ -264,11 +264,7 @@ class ValueMap(nn.Module):
         normed = ROWS.unit_norm(v.unflatten(-1, (self.heads, -1)), self.eps)
         if not self.widths:
             return normed.flatten(-2)
-        mapped = (normed.transpose(0, 1) @ self.maps).transpose(0, 1)  # [T, H, R]
-        if len({*self.widths}) == 1:
-            return mapped.flatten(-2) + self.bias
-        own = [mapped[:, head, :width] for head, width in enumerate(self.widths)]
-        return torch.cat(own, -1) + self.bias
+        return ValueMaps(self.maps, self.bias, self.widths)(normed)
 
 
 class Table(nn.Module):

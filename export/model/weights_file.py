@@ -17,10 +17,10 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.blocks import routing_of
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU, ahead
-from kvlathe.export.model.layer import head_places
+from kvlathe.export.model.layer import Widths, head_places
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.latent import LatentForm
-from kvlathe.layers.wiring import Wiring
+from kvlathe.layers.wiring import LayerWiring, Wiring
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan
@@ -203,7 +203,20 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         latent=_latent_of(spec),
         mixing=spec.family.mixer and spec.family.mixer.mixing,
         mixes=spec.family.mixes,
+        own=_own_of(spec, plan),
     )
+
+
+def _own_of(spec: DecoderSpec, plan: CompressionPlan) -> tuple[LayerWiring, ...]:
+    if spec.shape.alike and not spec.family.value_norm:
+        return ()
+    own: list[LayerWiring] = []
+    for layer in range(spec.layers):
+        widths = Widths.folded(spec, plan, layer)
+        ranks = widths.ranks if spec.family.value_norm else ()
+        dims = spec.heads(layer).head_dim
+        own.append(LayerWiring(dims, widths.turned, ranks))
+    return tuple(own)
 
 
 def _latent_of(spec: DecoderSpec) -> LatentForm | None:

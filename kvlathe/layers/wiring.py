@@ -13,13 +13,26 @@ from kvlathe.layers.temperature import Temperature
 
 
 @dataclass(frozen=True)
+class LayerWiring:
+    """Where layers differ, or values pass a norm (Gemma 4). ``head_dim``: of the layer's
+    queries. ``turned``: where keys are made of values, so many of their dims turn.
+    ``ranks``: of the values of each lane, after their norm and their map; empty where
+    they have no map."""
+
+    head_dim: int
+    turned: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Wiring:
     """``norm``: rms or layer. ``activation``: a key of ACTIVATIONS. ``parallel``: the
     MLP reads the layer's input, not the attention's output. ``scales``: what each
     layer's scores are multiplied by before the softmax. ``ropes``: which of the
     rotations each layer has; empty where there is one, or none. ``outputs``: where each
     layer's heads lie in what attention gives; empty without gates. ``latent``: that which
-    heads share. ``mixing``: of the layers ``mixes``, which keep a state. The others as in
+    heads share. ``mixing``: of the layers ``mixes``, which keep a state. ``own``: of each
+    layer, where they differ; else empty. The others as in
     Family (export/families/family.py).
     """
 
@@ -39,6 +52,7 @@ class Wiring:
     latent: LatentForm | None = None
     mixing: Mixing | None = None
     mixes: tuple[int, ...] = ()
+    own: tuple[LayerWiring, ...] = ()
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
@@ -55,7 +69,12 @@ class Wiring:
             fields["latent"] = LatentForm(**given)
         if given := fields.get("mixing"):
             fields["mixing"] = Mixing(**given)
+        fields["own"] = tuple(_own_of(**one) for one in raw.get("own", ()))
         return cls(**fields)
+
+
+def _own_of(head_dim: int, turned: int, ranks: list[int]) -> LayerWiring:
+    return LayerWiring(head_dim, turned, tuple(ranks))
 
 
 def _places(layer: list[list[int]]) -> HeadPlaces:

@@ -18,13 +18,13 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    unknown = heads_refusal(plan) or unproven_refusal(plan)
-    return unknown or forms_refusal(plan) or ranking_refusal(plan)
+    return unproven_refusal(plan) or forms_refusal(plan) or ranking_refusal(plan)
 
 
 def is_wide(plan: CompressionPlan) -> bool:
-    """Whether some rank is above ``kNarrowRank``, or V a part of K."""
-    return plan.index.values_in_keys or _widest(plan) > kernel_limits()["kNarrowRank"]
+    """Whether some rank is above ``kNarrowRank``, or some V a part of its K."""
+    in_keys = any(lane.values_in_keys for lane in plan.lanes)
+    return in_keys or _widest(plan) > kernel_limits()["kNarrowRank"]
 
 
 def has_tiles(plan: CompressionPlan) -> bool:
@@ -33,9 +33,16 @@ def has_tiles(plan: CompressionPlan) -> bool:
     return not is_wide(plan)
 
 
+def most_group(plan: CompressionPlan) -> int:
+    """Query heads that share a KV head, in the layer where they are most."""
+    return max(plan.model.group(lane.layer) for lane in plan.lanes)
+
+
 def _widest(plan: CompressionPlan) -> int:
     return max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
 
+
+UNLIKE = "its layers have heads of unlike shapes, or share caches"
 
 UNPROVEN = "KVLATHE_UNPROVEN"
 """With this environment variable at 1, engines may use kernels whose tests have not all
@@ -43,13 +50,15 @@ passed on a GPU."""
 
 
 def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of wide lanes and of states: all their tests have passed on a CPU, not
-    on a GPU (docs/native.md, docs/hybrids.md)."""
-    proven = not (is_wide(plan) or plan.model.states)
+    """The refusal of wide lanes, of layers that differ, and of states: all their tests
+    have passed on a CPU, not on a GPU (docs/native.md, docs/hybrids.md)."""
+    proven = plan.model.alike_heads and not (is_wide(plan) or plan.model.states)
     if proven or os.environ.get(UNPROVEN) == "1":
         return None
     what = f"a head has rank {_widest(plan)}"
-    if plan.index.values_in_keys:
+    if not plan.model.alike_heads:
+        what = UNLIKE
+    elif plan.index.values_in_keys:
         what = "its heads share one latent (MLA)"
     elif plan.model.states:
         what = "some of its layers keep a state"
@@ -72,26 +81,17 @@ def experts_refusal() -> Refusal | None:
 
 
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of a model whose layers keep states, by what keeps none; and as
-    ``heads_refusal``."""
+    """The refusal of a model whose layers keep states or differ in their heads, by all
+    but the cuda backend."""
     if plan.model.states:
         reason = (
             "some of its layers keep a state, which only --backend cuda has on a GPU"
         )
         return reason, "build with --backend cuda, or run it on a CPU"
-    return heads_refusal(plan)
-
-
-def heads_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of a model whose layers differ in their heads or share caches. Layers
-    may have none."""
     if plan.model.alike_heads:
         return None
-    reason = (
-        "its layers have heads of unlike shapes or share caches, and no CUDA kernel "
-        "is told of either"
-    )
-    return reason, "build with --backend onnxruntime, and run it on a CPU"
+    reason = f"{UNLIKE}, which only --backend cuda has on a GPU"
+    return reason, "build with --backend cuda, or run it on a CPU"
 
 
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -124,8 +124,8 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of what ranks its tokens; None where the kernels do it."""
-    if plan.index.moves_tokens and plan.index.values_in_keys:
-        reason = "its heads share one latent (MLA), whose tokens no GPU moves"
+    if plan.index.moves_tokens and any(lane.values_in_keys for lane in plan.lanes):
+        reason = "its values are stored as a part of their keys, which no GPU moves"
         return reason, "choose another backend, or a compression that keeps all tokens"
     if not plan.index.ranked:
         return None

@@ -301,8 +301,8 @@ class LayerForm:
         self.library, self.handle = library, c_void_p()
         table = layer_table(layout, layer) if pages is None else pages.table
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
-        lanes, group = plan.index.active(layer), plan.model.group_size
-        self.heads = len(lanes)
+        lanes, group = plan.index.active(layer), plan.model.group(layer)
+        self.heads, self.group = len(lanes), group
         self.queries = group * sum(lane.rank_k for lane in lanes)
         self.out = group * sum(lane.rank_v for lane in lanes)
         self.fresh = [int(bucket.is_hot) for bucket in plan.index.buckets]
@@ -333,11 +333,11 @@ def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.in
     """By the place of a part in ``plan.index.parts``: its rows of the lane table that
     are of one layer. Parts without lanes there are left out."""
     plan = layout.plan
-    heads = plan.model.kv_heads
+    first = plan.index.number(layer, 0)
     found: dict[int, npt.NDArray[np.int32]] = {}
     for i, part in enumerate(plan.index.parts):
         table = layout.lane_table(part.bucket)
-        lanes = table[:, 0] * heads + table[:, 1]
+        lanes = first + table[:, 1]
         rows = table[(table[:, 0] == layer) & np.isin(lanes, part.lanes)]
         if len(rows):
             found[i] = rows.copy()

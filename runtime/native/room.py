@@ -45,7 +45,7 @@ def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) ->
             ABI_VERSION,
             F16,
             0,
-            plan.model.group_size,
+            form.group,
             plan.page_tokens,
             len(form.parts),
         )

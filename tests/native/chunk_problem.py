@@ -86,7 +86,7 @@ class Chunks(ABC):
             ),
         )
         if single:
-            attention._list_size = lambda step, tokens: 0
+            attention._list_sizes = lambda step, tokens: {}
         return attention.prepare(step, self.starts[-1]).spread
 
     def _single_rows(self) -> int:
@@ -113,7 +113,7 @@ class Chunks(ABC):
             part.lengths = spread.row_lengths.data_ptr() + 4 * i
             part.lengths_stride = spread.row_lengths.shape[1]
         prompts = None
-        if spread.prompts is not None:
+        if spread.prompts:
             prompts = spread.prompts_of(attention.layers[layer].form, attention.copies)
             args.prompts = addressof(prompts)
         return args, (prompts, spread)

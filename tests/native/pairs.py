@@ -18,9 +18,9 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 
 @contextmanager
 def engine_pair(
-    folder: Path, library: Path, options: dict[str, Any]
+    folder: Path, library: Path, options: dict[str, Any], model: Path = MODEL
 ) -> Generator[tuple[LLM, LLM]]:
-    """lathe-5m built with ``options`` for the cuda backend and for onnxruntime, both
+    """``model`` built with ``options`` for the cuda backend and for onnxruntime, both
     with 16-bit hot pages: the same plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVLATHE_LIBRARY", str(library.resolve()))
@@ -29,7 +29,7 @@ def engine_pair(
         try:
             for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32")):
                 asked = BuildConfig(
-                    MODEL,
+                    model,
                     folder / backend,
                     backend=backend,
                     dtype=dtype,

@@ -274,7 +274,7 @@ def check_codes(
     )
     for layer, spread in attended(library, cuda, problem, times):
         if cuda.lib.kvlathe_cuda_has_prompt_kernel():
-            assert spread.prompts is not None and int(spread.prompts[0]) == tiles, (
+            assert int(spread.prompts[problem.group][0]) == tiles, (
                 "every chunk is attended in tiles"
             )
         exact, plain = (

@@ -13,7 +13,7 @@ from kvlathe.plan.deal import deal
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import HeadShape, Lane, ModelShape
-from kvlathe.plan.kernel_forms import node_refusal, plan_refusal
+from kvlathe.plan.kernel_forms import UNPROVEN, node_refusal, plan_refusal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.plan.plan import CompressionPlan
@@ -106,8 +106,12 @@ def test_values_are_in_keys_of_layers_that_make_one_of_the_other(
         assert plan.index.kept_dims == 1 - 2 * (64 - 16) / SHAPE.numbers
 
 
-def test_no_gpu_runs_unlike_layers() -> None:
+def test_of_gpus_the_cuda_backend_alone_runs_unlike_layers_and_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = plan_of(SHAPE)
+    assert plan_refusal(plan) is None
+    monkeypatch.delenv(UNPROVEN)
     for refusal in (plan_refusal(plan), node_refusal(plan)):
         assert refusal is not None and "unlike shapes" in refusal[0]
     with pytest.raises(KvlatheError, match="unlike shapes"):

@@ -51,11 +51,7 @@ def kind_of(name: str) -> str:
 
 
 WITH_STATES = tuple(x for x in FAMILIES if kind_of(x).startswith(STATEFUL))
-ON_GPUS = tuple(
-    name
-    for name in FAMILIES
-    if name not in WITH_STATES and not kind_of(name).startswith("Gemma4")
-)
+ON_GPUS = tuple(name for name in FAMILIES if name not in WITH_STATES)
 """Those that one GPU runs."""
 UNGATED = tuple(x for x in OWN_HEADS if not kind_of(x).startswith(GATED))
 

@@ -114,7 +114,8 @@ def torch_session(
 
 
 class HostAttention:
-    """torch_cuda's Attention by the library's op for the CPU, which appends, too."""
+    """torch_cuda's Attention by the library's op for the CPU, which appends, too. A layer
+    that reads another's cache writes that one's rows once more."""
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class HostAttention:
         layout, layers = CacheLayout(plan), range(plan.model.layers)
         attending = [layer for layer in layers if plan.index.active(layer)]
         self.ops = {x: Op(native, layer_table(layout, x)) for x in attending}
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.kinds: list[tuple[bool, int]] = []
 
     def prepare(
@@ -140,13 +142,17 @@ class HostAttention:
         step: StepInputs,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: tuple[Tensor, Tensor] | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
-        group = self.plan.model.group_size
-        width = sum(group * lane.rank_v for lane in self.plan.index.active(layer))
+        source = self.plan.model.source(layer)
+        if k is not None and v is not None:
+            self.written[source] = k, v
+        k, v = self.written[source]
+        group = self.plan.model.group(layer)
+        width = sum(group * lane.rank_v for lane in self.plan.index.active(source))
         floats = {"q": q, "k": k, "v": v, **weights}
         if angles is not None:
             floats |= {"cos": angles[0], "sin": angles[1]}
@@ -163,7 +169,7 @@ class HostAttention:
         args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
         for name, array in arrays.items():
             setattr(args, name, array.data_ptr())
-        self.ops[layer].run(args)
+        self.ops[source].run(args)
         return arrays["o"].to(q.dtype)
 
 

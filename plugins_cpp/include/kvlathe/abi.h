@@ -204,7 +204,7 @@ KVLATHE_API int32_t kvlathe_has_cuda(void);
 KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args,
                                               kvlathe_status* status);
 
-/* F16 or BF16; ranks of K 16 .. 576, of V 16 .. 512; group sizes 1 .. 8, and more in wide calls. One
+/* F16 or BF16; ranks of K 16 .. 640, of V 16 .. 512; group sizes 1 .. 8, and more in wide calls. One
  * is wide where a rank is above 128 or V a part of K. Parts of 16 bits, and of codes in pages of 64,
  * 128 or 256 tokens. In calls that are not wide, even codes of one width, 8, 4 or 2 bits, of K in
  * groups along the rank and of V along the tokens (32, 64, 128 or 256), are attended as they are,

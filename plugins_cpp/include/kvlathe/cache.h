@@ -77,7 +77,8 @@ typedef struct kvlathe_append_args {
   int32_t element; /* F16 or BF16: q, k, v, cos, sin, proj_*, centre_k, q_out, the pages, rows */
   int32_t tokens;  /* T */
   int32_t reserved;
-  /* before RoPE; rows start at multiples of the strides, in elements, multiples of 8 */
+  /* before RoPE; rows start at multiples of the strides, in elements, multiples of 8. k and v are
+   * null where another layer has written the pages: then only q_out is made */
   const void *q, *k, *v;
   int64_t q_stride, k_stride, v_stride;
   const void *cos, *sin;             /* [T, planes]; unused if no lane has RoPE */

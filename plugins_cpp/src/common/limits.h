@@ -32,7 +32,7 @@ constexpr int kMaxLanes = 64;
 static_assert(kMaxBuckets == KVLATHE_MAX_PARTS && kMaxSlots == KVLATHE_MAX_SLOTS &&
               kMaxLanes == KVLATHE_MAX_HEADS);
 // Ranks of K, and of V.
-constexpr int kMaxRank = 576;
+constexpr int kMaxRank = 640;
 constexpr int kMaxRankV = 512;
 // What the accumulators of a warp hold in most kernels. Wider ranks have a decode kernel of their
 // own, and no kernel for prompts in tiles.
@@ -42,7 +42,7 @@ constexpr int kMaxGroup = 8;
 // And of a wide lane, whose tiles of kMaxGroup each count as a lane.
 constexpr int kMaxWideGroup = 512;
 // Dimensions of a head before its projection.
-constexpr int kMaxInput = 576;
+constexpr int kMaxInput = 640;
 // Tokens of a page: sealing holds a lane's page in shared memory.
 constexpr int kMaxPage = 256;
 // Pages of codes are attended 64 tokens at a time; their sizes are powers of two.

@@ -4,7 +4,7 @@ scratch pages, slots of states that are no sequence's, and what steps take that 
 
 from __future__ import annotations
 
-from kvlathe.plan.kernel_forms import is_wide
+from kvlathe.plan.kernel_forms import is_wide, most_group
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -67,7 +67,7 @@ def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     page = plan.page_tokens
     rows = limits.max_num_tokens
     keys = -(-limits.max_seq_len // page) * page
-    a_row = plan.model.group_size * keys
+    a_row = most_group(plan) * keys
     tile = min(TILE, rows * a_row)
     tile = max(a_row, tile)
     scores = TILES * tile * SCORE

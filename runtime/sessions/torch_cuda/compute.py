@@ -123,11 +123,14 @@ class TorchCompute:
         them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all."""
         attending = [i for i in layers if self.decoder.layers[i].attends]
         calls = self.attention.prepare(step.attention, len(step.input_ids), attending)
+        inputs = None
         if x is None:
             x = self.decoder.embedded(step.input_ids, step.positions)
+            inputs = self.decoder.inputs(step.input_ids, x)
         attend = partial(self.attention.run, calls)
         memories = None if step.states is None else step.states.of_layer
-        return self.decoder.run(x, step.positions, layers, attend, rows, memories)
+        given = attend, rows, memories, inputs
+        return self.decoder.run(x, step.positions, layers, *given)
 
     def logits(self, step: TorchStep, x: Tensor) -> Tensor:
         """[R, V] of what leaves the last layer [T, D]."""

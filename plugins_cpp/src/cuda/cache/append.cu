@@ -4,7 +4,8 @@
 // A block takes 16 rows of one lane at a time: query heads of a few tokens (z = 0), or keys of 16
 // tokens (z = 1), which then moves their values, too. RoPE turns the rows on their way into shared
 // memory. Tensor cores multiply them there with the lane's matrix. That is larger than the rows, so
-// in large steps a block keeps it for several of them.
+// in large steps a block keeps it for several of them. A layer that reads the pages of another has
+// queries alone.
 #include <algorithm>
 #include <limits>
 
@@ -245,10 +246,11 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);
   if (a.tokens == 0) return;
-  require(a.q && a.k && a.v && a.sequence_of && a.visible && a.page_tables && a.page_table_widths &&
-              a.pool && a.q_out,
-          KVLATHE_BAD_ARGUMENT,
-          "q, k, v, sequence_of, visible, page_tables, pool or q_out is null");
+  require(a.q && a.sequence_of && a.visible && a.page_tables && a.page_table_widths && a.pool &&
+              a.q_out,
+          KVLATHE_BAD_ARGUMENT, "q, sequence_of, visible, page_tables, pool or q_out is null");
+  require(!a.k == !a.v && (a.k || !a.rows), KVLATHE_BAD_ARGUMENT,
+          "one of k and v is null, or both and rows is not");
   require(!t.rope || (a.cos && a.sin), KVLATHE_BAD_ARGUMENT,
           "the layer has RoPE and cos or sin is null");
   require(!t.projected || (a.proj_q && a.proj_k && a.centre_k), KVLATHE_BAD_ARGUMENT,
@@ -260,7 +262,8 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
   }
   require(a.v_stride % 8 == 0 && a.q_out_stride % 8 == 0, KVLATHE_MISALIGNED,
           "rows of v and q_out must start at multiples of 16 bytes");
-  require(a.q_stride >= layer.q_width && a.k_stride >= layer.k_width && a.v_stride >= layer.v_width,
+  require(a.q_stride >= layer.q_width &&
+              (!a.k || (a.k_stride >= layer.k_width && a.v_stride >= layer.v_width)),
           KVLATHE_TOO_SMALL, "a row of q, k or v is shorter than the lanes need");
   for (const Bucket& bucket : layer.buckets) {
     require(bucket.page_stride <= a.pool_bytes, KVLATHE_TOO_SMALL,
@@ -332,7 +335,7 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
   const int lanes = layer.head.lanes, tiles = (a.tokens * p.group_size + kRows - 1) / kRows,
             most =
                 std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (2 * lanes));
-  const dim3 grid(std::min(tiles, most), lanes, 2);
+  const dim3 grid(std::min(tiles, most), lanes, a.k ? 2 : 1);
   const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
   check_shared(elements * 2, "rows and projections of ranks this large");
   reserve_shared(kernel, elements * 2);

@@ -3,6 +3,7 @@
 // Without it every block of every layer finds its work itself, which takes time that all of them
 // have in common.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cuda/decode/kernels.h"
@@ -21,7 +22,7 @@ struct PlannedCall : SlotTable<(kParts > KVLATHE_MAX_SLOTS)> {
   PlanRecord* out;
 };
 
-// What calls with bundles have beside that. Calls of one launch are of one model.
+// What calls with bundles have beside that. Calls of one launch have one of each.
 template <int kColumns_>
 struct BundleSizes {
   static constexpr int kColumns = kColumns_;
@@ -118,18 +119,19 @@ PlannedCall<kParts> planned_of(const Job& job, int first_head) {
 
 // As many launches as the jobs take.
 template <int kParts, int kColumns = 0>
-void launch(const std::vector<Job>& jobs, cudaStream_t stream) {
+void launch(std::vector<Job>& jobs, cudaStream_t stream) {
   PlanParams<kParts, kColumns> p;
-  if constexpr (kColumns > 0) {
-    if (jobs.empty()) return;
-    p.group_size = jobs[0].call.group_size;
-    p.tiles = jobs[0].call.tiles;
-  }
+  const auto kind = [](const Job& job) { return std::pair(job.call.group_size, job.call.tiles); };
+  // Layers of a model may have unlike heads.
+  std::stable_sort(jobs.begin(), jobs.end(),
+                   [&](const Job& a, const Job& b) { return kind(a) < kind(b); });
   for (size_t at = 0; at < jobs.size();) {
+    const auto own = kind(jobs[at]);
+    if constexpr (kColumns > 0) p.group_size = own.first, p.tiles = own.second;
     int heads = 0, blocks = 0, n = 0;
     for (; at < jobs.size() && n < p.kMostCalls; ++at, ++n) {
       const PlanCall& call = jobs[at].call;
-      if (heads + call.sizes.heads > kMostHeads) break;
+      if (heads + call.sizes.heads > kMostHeads || kind(jobs[at]) != own) break;
       p.call[n] = planned_of<kParts>(jobs[at], heads);
       std::copy(call.head, call.head + call.sizes.heads, p.head + heads);
       heads += call.sizes.heads, blocks = std::max(blocks, call.sizes.blocks);

@@ -142,9 +142,8 @@ class Attention:
         # Without tiles a chunk's rows are as many as read the same tokens.
         if has_tiles(self.plan) or not step.kind.chunks:
             most = self.bundling.rows(most, step.kind.short, self.pool.device)
-        spread = Spread.empty(
-            step, tokens, self._list_size(step, tokens), self.parts, most > 1
-        )
+        lists = self._list_sizes(step, tokens)
+        spread = Spread.empty(step, tokens, lists, self.parts, most > 1)
         args = SpreadArgs(
             ABI_VERSION,
             tokens,
@@ -169,11 +168,14 @@ class Attention:
             args.page_tokens = self.plan.page_tokens
         if spread.hidden is not None:
             args.hidden = spread.hidden.data_ptr()
-        args.group_size = self.plan.model.group_size
         args.row_lengths = spread.row_lengths.data_ptr()
-        args.prompts = None if spread.prompts is None else spread.prompts.data_ptr()
         args.most_bundled = most
-        self.library.call("cuda_spread", byref(args))
+        if not spread.prompts:
+            self.library.call("cuda_spread", byref(args))
+        # Where layers are unlike, each list takes a call, which fills the rest alike.
+        for group, prompts in spread.prompts.items():
+            args.group_size, args.prompts = group, prompts.data_ptr()
+            self.library.call("cuda_spread", byref(args))
         return spread
 
     def calls_of(self, spread: Spread, layers: Sequence[int]) -> LayerCalls:
@@ -192,7 +194,7 @@ class Attention:
                 ABI_VERSION,
                 F16,
                 spread.tokens,
-                self.plan.model.group_size,
+                form.group,
                 self.plan.page_tokens,
                 len(form.parts),
                 layer.scale,
@@ -215,7 +217,7 @@ class Attention:
             if spread.rows:
                 args.plan, args.plan_bytes = plan[i].data_ptr(), size
             kept.append(parts)
-            if spread.prompts is not None:
+            if spread.prompts:
                 prompts = spread.prompts_of(form, self.copies)
                 args.prompts = pointer(prompts)
                 kept.append(prompts)
@@ -228,14 +230,15 @@ class Attention:
             call.stream = current_stream()
         self.library.call("cuda_plan", calls.calls, len(calls.calls))
 
-    def _list_size(self, step: StepInputs, tokens: int) -> int:
-        """Bytes of the list of prompt chunks; 0 for a step without any, and where the
-        GPU has no kernel for them. Without a list warps may attend alone."""
+    def _list_sizes(self, step: StepInputs, tokens: int) -> dict[int, int]:
+        """Bytes of the list of prompt chunks by query heads a KV head; none for a step
+        without any, and where the GPU has no kernel for them. Without a list warps may
+        attend alone."""
         if step.kind.decode or not step.kind.chunks or not self.tiled:
-            return 0
-        return self.library.lib.kvlathe_cuda_prompt_list_bytes(
-            tokens, len(step.lengths), self.plan.model.group_size
-        )
+            return {}
+        size_of = self.library.lib.kvlathe_cuda_prompt_list_bytes
+        groups = {layer.form.group for layer in self.layers.values()}
+        return {group: size_of(tokens, len(step.lengths), group) for group in groups}
 
     # -- a layer -----------------------------------------------------------------------
     def run(
@@ -243,13 +246,14 @@ class Attention:
         calls: LayerCalls,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: Angles | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
         """q, k, v: rows before RoPE, views of one matrix are fine -> o [T, sum of G *
-        rank_v]; the pool has k' and v'.
+        rank_v]; the pool has k' and v'. None in place of k and v where another layer's
+        are there.
 
         ``weights``: proj_q, proj_k, centre_k where the plan projects.
         """
@@ -261,8 +265,8 @@ class Attention:
         calls: LayerCalls,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: Angles | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
@@ -288,17 +292,18 @@ class Attention:
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: Angles | None,
         spread: Spread,
         weights: Mapping[str, Tensor],
         queries: Tensor,
     ) -> None:
         args = AppendArgs(ABI_VERSION, ELEMENTS[q.dtype], len(q))
-        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        args.q_stride, args.k_stride = q.stride(0), k.stride(0)
-        args.v_stride = v.stride(0)
+        args.q, args.q_stride = q.data_ptr(), q.stride(0)
+        if k is not None and v is not None:
+            args.k, args.k_stride = k.data_ptr(), k.stride(0)
+            args.v, args.v_stride = v.data_ptr(), v.stride(0)
         if angles is not None:
             args.cos, args.sin = angles[0].data_ptr(), angles[1].data_ptr()
         args.sequence_of = spread.sequence_of.data_ptr()

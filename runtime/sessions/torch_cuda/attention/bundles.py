@@ -121,11 +121,9 @@ class Bundling:
     def __init__(self, plan: CompressionPlan) -> None:
         self.plan = plan
         self.cost = cost_of(plan)
-        self._parts = plan.index.parts
-        self._lanes = 0
-        for lane in plan.lanes:
-            if not lane.removed:
-                self._lanes += 1
+        self._reads = [_reads(plan, part.lanes) for part in plan.index.parts]
+        kept = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
+        self._lanes = _reads(plan, kept)
 
     def rows(self, most: int, short: ShortRows, device: torch.device) -> int:
         """Rows of a bundle, at most ``most``, in a step that brings ``short``."""
@@ -138,7 +136,8 @@ class Bundling:
 
         With ``rows``, ``pages`` and ``passes`` [n] of its n sequences; ``pages`` (over all
         lanes) and ``pairs`` of a sequence and a KV head are those of one layer on one
-        multiprocessor:
+        multiprocessor. Sums are over sequences and query heads a KV head, by which
+        ``passes`` differ:
 
             saved = sum((rows - passes) * pages)
             price = fixed + page * sum(passes * pages)
@@ -147,28 +146,40 @@ class Bundling:
         """
         if not len(short.rows):
             return False
-        model, cost = self.plan.model, self.cost
-        sms = model.layers * multiprocessors
-        pages = self._tokens(short) / TOKENS / sms  # [n]
-        pairs = len(short.rows) * self._lanes / sms
-        passes = cost.passes(short.rows, model.group_size)  # [n]
-        saved = ((short.rows - passes) * pages).sum()
-        price = (
-            cost.fixed
-            + cost.page * (passes * pages).sum()
-            + cost.pair * max(pairs - 1, 0) * passes.mean()
-        )
+        cost = self.cost
+        sms = self.plan.model.layers * multiprocessors
+        every = self._lanes.total()
+        pairs = len(short.rows) * every / sms
+        saved, price = 0.0, cost.fixed
+        for group, tokens in self._tokens(short).items():
+            pages = tokens / TOKENS / sms  # [n]
+            passes = cost.passes(short.rows, group)  # [n]
+            saved += ((short.rows - passes) * pages).sum()
+            price += cost.page * (passes * pages).sum()
+            share = self._lanes[group] / every
+            price += share * cost.pair * max(pairs - 1, 0) * passes.mean()
         return bool(saved >= price)
 
-    def _tokens(self, short: ShortRows) -> Float64:
-        """Tokens [n] that a row of each sequence reads, in sum over all lanes:
-        min(cached, sink + recent + P) in each."""
-        tokens = np.zeros(len(short.rows))
-        for part in self._parts:
+    def _tokens(self, short: ShortRows) -> dict[int, Float64]:
+        """By query heads a KV head: the tokens [n] that a row of each sequence reads, in
+        sum over all lanes: min(cached, sink + recent + P) in each."""
+        found = {group: np.zeros(len(short.rows)) for group in self._lanes}
+        for part, reads in zip(self.plan.index.parts, self._reads, strict=True):
             seen = part.sight.most + self.plan.page_tokens
-            cached = short.cached[:, part.bucket]  # [n]
-            tokens += np.minimum(cached, seen) * len(part.lanes)
-        return tokens
+            of_lane = np.minimum(short.cached[:, part.bucket], seen)  # [n]
+            for group, lanes in reads.items():
+                found[group] += lanes * of_lane
+        return found
+
+
+def _reads(plan: CompressionPlan, lanes: Sequence[int]) -> Counter[int]:
+    """Count of some lanes that a step reads, by query heads a KV head. One that several
+    layers read counts for each."""
+    reads: Counter[int] = Counter()
+    for lane in lanes:
+        layer = plan.lanes[lane].layer
+        reads[plan.model.group(layer)] += plan.model.readers(layer)
+    return reads
 
 
 def multiprocessors(device: torch.device) -> int:

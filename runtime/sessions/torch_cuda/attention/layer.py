@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -29,7 +30,8 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """One layer. ``form``: its handle in the library, and the parts that it reads.
+    """One layer. ``form``: its handle in the library, and the parts that it reads; that
+    of its source, where it reads another's.
     ``layout`` int32: its layer table on the device. ``scale``: of q . k. ``sinks`` [H, G]
     float32: sink logits, where the model has some."""
 
@@ -48,15 +50,20 @@ def layers_of(
 ) -> dict[int, LayerAttention]:
     """Every layer of a plan that has attention. ``sinks``: of each, or none."""
     layout = CacheLayout(plan)
+
+    @cache
+    def read(source: int) -> tuple[LayerForm, Tensor]:
+        table = torch.from_numpy(layer_table(layout, source))
+        return LayerForm(library, layout, source), table.to(device)
+
     return {
         layer: LayerAttention(
-            LayerForm(library, layout, layer),
-            torch.from_numpy(layer_table(layout, layer)).to(device),
+            *read(plan.model.source(layer)),
             scales[layer],
             sinks[layer] if sinks else None,
         )
         for layer in range(plan.model.layers)
-        if plan.index.active(layer)
+        if plan.index.active(plan.model.source(layer))
     }
 
 

@@ -37,8 +37,7 @@ class Observer:
         twice what their states need, so that blocks can share the rows of some."""
         layout = CacheLayout(plan)
         self.layers = {i: LayerScores(layout, i, form) for i, form in forms.items()}
-        heads = max(form.heads for form in forms.values())
-        of_row = 2 * plan.model.group_size * heads
+        of_row = 2 * max(form.group * form.heads for form in forms.values())
         size = 2 * most_rows * of_row
         self.states = torch.empty(size, dtype=torch.float32, device=device)
 
@@ -115,14 +114,14 @@ class LargestShares:
         A row of ``largest`` has the places of all page tables, one after the other, and
         then those of the step's new tokens.
         """
-        group = self.plan.model.group_size
+        group = self.plan.model.group(layer)
         widths = [table.shape[1] * self.plan.page_tokens for table in step.page_tables]
         first, end = mass.starts[b], mass.starts[b + 1]
         lanes = self.plan.index.active(layer)
         # [R, G * rank_k] of each lane
         of_lanes = queries.split([group * lane.rank_k for lane in lanes], 1)
         for place, (lane, own) in enumerate(zip(lanes, of_lanes, strict=True)):
-            index = layer * self.plan.model.kv_heads + lane.head
+            index = self.plan.index.number(layer, lane.head)
             bucket = self.plan.index.hot_bucket[index]
             cached = mass.lengths[b][bucket]
             table = step.page_tables[bucket][b]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,8 @@ class Spread:
     ``sequence_of`` [T]; ``visible`` [T, S]: tokens that each row sees of a bucket.
     ``row_lengths`` [T, parts] or, where that is the same, ``visible``: tokens that each
     row reads of a part. ``hidden`` [T, parts, 2]: tokens between that it does not see,
-    where windows are exact. ``prompts``: the list of prompt chunks, if there are any.
+    where windows are exact. ``prompts``: the list of prompt chunks, if there are any, by
+    query heads a KV head.
     ``tables``: of each part, a page table [rows, M] or that of the sequences [B, M].
     """
 
@@ -43,7 +44,7 @@ class Spread:
     visible: Tensor
     row_lengths: Tensor
     hidden: Tensor | None
-    prompts: Tensor | None
+    prompts: Mapping[int, Tensor]
     tables: Sequence[Tensor]
 
     @classmethod
@@ -51,16 +52,16 @@ class Spread:
         cls,
         step: StepInputs,
         tokens: int,
-        list_size: int,
+        list_sizes: Mapping[int, int],
         parts: Sequence[KernelPart],
         bundled: bool,
     ) -> Spread:
-        """Room for a step of ``tokens`` rows. ``list_size``: bytes of the list of prompt
-        chunks, or 0 for none."""
+        """Room for a step of ``tokens`` rows. ``list_sizes``: bytes of each list of
+        prompt chunks."""
         new = step.lengths.new_empty
-        rows = step.kind.rows if list_size else tokens
+        rows = step.kind.rows if list_sizes else tokens
         visible = new(tokens, step.lengths.shape[1])  # [T, S]
-        is_by_part = bool(list_size) or bundled or any(x.sees_less for x in parts)
+        is_by_part = bool(list_sizes) or bundled or any(x.sees_less for x in parts)
         is_exact = any(part.sight.exact for part in parts)
         return cls(
             step,
@@ -71,7 +72,7 @@ class Spread:
             visible=visible,
             row_lengths=new(tokens, len(parts)) if is_by_part else visible,
             hidden=new(tokens, len(parts), 2) if is_exact else None,
-            prompts=new(list_size // 4) if list_size else None,
+            prompts={group: new(size // 4) for group, size in list_sizes.items()},
             tables=[_table(step, rows, part) for part in parts],
         )
 
@@ -124,7 +125,6 @@ class Spread:
     def prompts_of(self, form: LayerForm, copies: Tensor) -> Prompts:
         """The step's chunks for one layer's attention. ``copies``: room for those of
         sealed pages. It keeps the parts that it points to."""
-        assert self.prompts is not None
         lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
         parts = (PromptPart * len(form.parts))()
         for part, b, window in zip(parts, form.buckets, form.windows, strict=True):
@@ -135,7 +135,7 @@ class Spread:
             part.window = window
         shared = self.step.copies_of
         return Prompts(
-            self.prompts.data_ptr(),
+            self.prompts[form.group].data_ptr(),
             self.step.cu_seqlens_q.data_ptr(),
             len(lengths),
             self.rows,

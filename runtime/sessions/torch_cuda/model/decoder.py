@@ -27,10 +27,11 @@ from kvlathe.layers.decoder import (
     tied_head,
 )
 from kvlathe.layers.gated import HeadOutputs
+from kvlathe.layers.latent import keys_of_values, turned_queries
 from kvlathe.layers.mixers import MixerMemory, Mixing, mix
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
-from kvlathe.layers.wiring import Wiring
+from kvlathe.layers.wiring import LayerWiring, Wiring
 from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
 from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import experts_map
 from kvlathe.runtime.sessions.torch_cuda.model.latent import LatentMaps
@@ -41,16 +42,25 @@ from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     output_map,
 )
 from kvlathe.runtime.sessions.torch_cuda.model.mixer import mixer_parts
+from kvlathe.runtime.sessions.torch_cuda.model.own_parts import LayerParts, inputs_of
 from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import OneShard, ShardGroup
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of the tokens of a step, [T, d / 2] each."""
 Attend = Callable[
-    [int, Tensor, Tensor, Tensor, Angles | None, Mapping[str, Tensor]], Tensor
+    [
+        int,
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        Angles | None,
+        Mapping[str, Tensor],
+    ],
+    Tensor,
 ]
 """(layer, q, k, v, (cos, sin), Attend's weights by name) -> o; K and V are in
-the cache afterwards."""
+the cache afterwards. None in place of k and v: the layer reads another's cache."""
 
 Memories = Callable[[int, Mixing], MixerMemory]
 """(where a layer's numbers begin in a sequence's state, its mixing) -> its states in a
@@ -82,6 +92,7 @@ class TorchDecoder:
             _Layer(wiring, i, rows, _taken(tensors, f"layers.{i}."), group)
             for i in range(len(wiring.scales))
         ]
+        self.layer_inputs = inputs_of(wiring, rows, tensors)
         self.embed = tensors["embed.weight"]
         self.positions = tensors.get("positions.weight")
         head = tensors.get("head.weight")
@@ -104,7 +115,10 @@ class TorchDecoder:
         """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
         shard's tokens."""
         x = self.embedded(input_ids, positions)
-        x = self.run(x, positions, range(len(self.layers)), attend, logit_rows)
+        inputs = self.inputs(input_ids, x)
+        layers = range(len(self.layers))
+        given = attend, logit_rows, None, inputs
+        x = self.run(x, positions, layers, *given)
         return self.logits(x)
 
     def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -114,6 +128,11 @@ class TorchDecoder:
             x = x + F.embedding(positions, self.positions)
         return self.group.sum(x)
 
+    def inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Embeddings of tokens for each layer [T, L, P], of which the first one reads ``x``
+        [T, D]; None where layers are given none."""
+        return None if self.layer_inputs is None else self.layer_inputs(input_ids, x)
+
     def run(
         self,
         x: Tensor,
@@ -122,9 +141,11 @@ class TorchDecoder:
         attend: Attend,
         rows: Tensor | None = None,
         memories: Memories | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """x [T, D] after ``layers``; x itself may hold it, too. With ``rows`` [R], which
-        tokens leave the last of them: [R, D]. ``memories``: where layers keep states."""
+        tokens leave the last of them: [R, D]. ``memories``: where layers keep states.
+        ``inputs``: as of `inputs`."""
         angles = self._angles(positions, x.dtype)
         warmth = self.wiring.temperature
         factors = None if warmth is None else query_factors(warmth, positions)
@@ -135,7 +156,9 @@ class TorchDecoder:
             memory = None
             if memories is not None and self.wiring.mixing and i in self._firsts:
                 memory = memories(self._firsts[i], self.wiring.mixing)
-            x = self.layers[i](x, partial(attend, i), rope, leave, factors, memory)
+            own = None if inputs is None else inputs[:, i]
+            given = rope, leave, factors, memory, own
+            x = self.layers[i](x, partial(attend, i), *given)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -189,9 +212,10 @@ class _Layer:
         group: ShardGroup,
     ) -> None:
         self.group, self.norm_after_rope = group, wiring.norm_after_rope
-        self.parallel = wiring.parallel
-        self.head_dim = wiring.head_dim
-        self.activation = wiring.activation
+        own = wiring.own[layer] if wiring.own else LayerWiring(wiring.head_dim)
+        self.head_dim, self.turned = own.head_dim, own.turned
+        self.k_weight = tensors.get("k_norm.weight")
+        self.activation, self.parallel = wiring.activation, wiring.parallel
         self.rows = rows
 
         def norm(role: str) -> RowMap | None:
@@ -204,13 +228,12 @@ class _Layer:
         self.attn_out_norm = norm("attn_out_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp_out_norm = norm("mlp_out_norm")
+        of_heads = norm
         if wiring.wide_qk_norm and group.size > 1:
-            eps = wiring.norm_eps
-            self.q_norm = _wide_norm(tensors.pop("q_norm.weight"), eps, group)
-            self.k_norm = _wide_norm(tensors.pop("k_norm.weight"), eps, group)
-        else:
-            self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
+            of_heads = partial(_wide_norm, tensors, wiring.norm_eps, group)
+        self.q_norm, self.k_norm = of_heads("q_norm"), of_heads("k_norm")
         self.experts = _experts(wiring, _taken(tensors, "experts."))
+        self.parts = LayerParts(wiring, own, rows, tensors, norm)
         curve = _taken(tensors, "curve.")
         self.curve = partial(xielu, **curve) if curve else None
         shared_gate = tensors.pop("shared_gate.weight", None)
@@ -235,6 +258,7 @@ class _Layer:
         self, wiring: Wiring, layer: int, tensors: dict[str, Tensor], product: Product
     ) -> None:
         self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
+        self.caches = has_map(tensors, "k")
         self.qkv_maps = _qkv_of(wiring, self.rows, tensors, product)
         self.turns = wiring.latent is not None or self.norm_after_rope
         self.o = output_map(tensors, "o", self.group, product)
@@ -247,10 +271,12 @@ class _Layer:
         rows: Tensor | None = None,
         query_factors: Tensor | None = None,
         memory: MixerMemory | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
         tokens alone, [R, D]. Queries times ``query_factors`` [T, 1]. ``memory``: of a
-        layer that keeps a state."""
+        layer that keeps a state. ``inputs`` [T, P]: what the layer is given of the
+        tokens."""
 
         turned = angles if self.attends and self.turns else None
         left = angles if turned is None else None
@@ -258,7 +284,10 @@ class _Layer:
             left = torch.ones_like(turned[0]), torch.zeros_like(turned[1])
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = attend(q, k, v, left, self.projections)
+            if self.turned and angles is not None:
+                q, k = self._with_turned(q, k, v, angles)
+            given = (k, v) if self.caches else (None, None)
+            o = attend(q, *given, left, self.projections)
             return o if rows is None else o.index_select(0, rows)
 
         def mixed(x: Tensor) -> Tensor:
@@ -267,7 +296,17 @@ class _Layer:
 
         attends = attention if self.attends else None
         mixes = None if self.mixer is None else mixed
-        return run_layer(self, x, attends, rows, query_factors, turned, mixes)
+        own = self.parts.of_step(inputs, rows, self.experts)
+        given = rows, query_factors, turned, mixes, own
+        return run_layer(self, x, attends, *given)
+
+    def _with_turned(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor]:
+        """q and k of heads whose keys begin with their values."""
+        assert self.k_weight is not None
+        form = (self.head_dim, self.turned), angles
+        return turned_queries(q, self.k_weight, *form), keys_of_values(k, v, *form)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.qkv_maps(x)
@@ -309,11 +348,14 @@ def _qkv_of(
     """x [T, D] -> q, k, v."""
     if wiring.latent is not None:
         return LatentMaps(wiring.latent, rows, tensors, product, ALIGNMENT)
-    together, widths = beside(tensors, ["v", "q", "k"], ALIGNMENT, product)
+    roles = [role for role in ("v", "q", "k") if has_map(tensors, role)]
+    together, widths = beside(tensors, roles, ALIGNMENT, product)
 
     def qkv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        v, q, k, _ = together(x).split_with_sizes(widths, -1)
-        return q, k, v
+        parts = dict(zip(roles, together(x).split_with_sizes(widths, -1), strict=False))
+        # Values may be what keys are made of; a layer may have queries alone.
+        k = parts.get("k", x)
+        return parts["q"], k, parts.get("v", k)
 
     return qkv
 
@@ -331,8 +373,11 @@ def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
     return lambda x: rows.norm(x, weight, bias, eps)
 
 
-def _wide_norm(weight: Tensor, eps: float, group: ShardGroup) -> RowMap:
+def _wide_norm(
+    tensors: dict[str, Tensor], eps: float, group: ShardGroup, role: str
+) -> RowMap:
     """An RMS norm of rows of which every shard has a part."""
+    weight = tensors.pop(f"{role}.weight")
     width = int(group.sum(torch.tensor([len(weight)], device=weight.device)))
 
     def norm(x: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ class FusedRows(Rows):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def unit_norm(self, x: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, eps)
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 

@@ -93,13 +93,13 @@ class DeviceScores:
         """What observed rows gave each of the first ``tokens`` tokens of a sequence, in all
         lanes of a layer together: float64 [tokens]. ``tables``: its pages in each
         bucket, of which the fresh ones hold these tokens."""
-        heads = self.plan.model.kv_heads
         pages = -(-tokens // self.plan.page_tokens)
         total = torch.zeros(tokens, dtype=torch.float64, device=self.device)
         for index, fields in self._fields.items():
             bucket = self.plan.index.buckets[index]
             lanes = sorted(bucket.lanes)
-            own = [i for i, lane in enumerate(lanes) if lane // heads == layer]
+            layers = [self.plan.lanes[lane].layer for lane in lanes]
+            own = [i for i, of_lane in enumerate(layers) if of_lane == layer]
             if bucket.is_hot and own:
                 places = int64_on(tables[index][:pages], self.device)
                 every = fields[0][places]

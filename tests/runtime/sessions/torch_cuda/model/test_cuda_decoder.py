@@ -71,12 +71,13 @@ def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
         torch.arange(count, dtype=torch.int32),
         torch.zeros(1, len(decoder.plan.index.buckets), dtype=torch.int32),
     )
+    cached: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: tuple[Tensor, Tensor] | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
@@ -84,6 +85,9 @@ def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
         assert isinstance(op, torch.nn.Module)
         assert {name for name, _ in op.named_parameters()} <= weights.keys()
         cos, sin = angles or (None, None)
+        if k is not None and v is not None:
+            cached[layer] = k, v
+        k, v = cached[decoder.plan.model.source(layer)]
         return op(q, k, v, StepTensors(cos, sin, starts, offsets, lengths))[0]
 
     return twin(ids.int(), offsets, offsets, attend)

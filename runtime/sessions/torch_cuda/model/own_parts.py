@@ -1,0 +1,110 @@
+"""Parts of a layer that only Gemma 4 has (OwnParts of kvlathe/layers/decoder.py), and the
+embeddings of tokens that each of its layers is given.
+
+Sizes: T packed tokens, R of them that leave a layer, D hidden size, L layers, P dims of a
+layer's embedding, d dims of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.layers.beside import layer_inputs
+from kvlathe.layers.decoder import NO_PARTS, OwnParts, RowMap
+from kvlathe.layers.rows import Rows
+from kvlathe.layers.values import ValueMaps
+from kvlathe.layers.wiring import LayerWiring, Wiring
+
+GivenInputs = Callable[[Tensor, Tensor], Tensor]
+"""Tokens [T] and what the first layer reads [T, D] -> what each layer is given [T, L,
+P]."""
+
+
+def inputs_of(
+    wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]
+) -> GivenInputs | None:
+    """Take the tables and maps of it out of ``tensors``; None where layers are given
+    nothing."""
+    if "inputs_embed.weight" not in tensors:
+        return None
+    taken = ("inputs_embed", "inputs_project", "inputs_norm")
+    embed, project, norm = (tensors.pop(f"{name}.weight") for name in taken)
+
+    def normed(x: Tensor) -> Tensor:
+        return rows.rms_norm(x, norm, wiring.norm_eps)
+
+    def given(input_ids: Tensor, x: Tensor) -> Tensor:
+        of_tokens = F.embedding(input_ids, embed)
+        return layer_inputs(of_tokens, x @ project, normed, len(wiring.scales))
+
+    return given
+
+
+class LayerParts:
+    """Those of one layer. ``tensors`` by role, which are taken; ``norm`` takes a norm, and
+    gives None for one that the layer lacks."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        own: LayerWiring,
+        rows: Rows,
+        tensors: dict[str, Tensor],
+        norm: Callable[[str], RowMap | None],
+    ) -> None:
+        self.rows, self.eps, self.activation = rows, wiring.norm_eps, wiring.activation
+        self.head_dim = own.head_dim
+        self.value_maps: RowMap | None = None
+        if "v_map.maps" in tensors:
+            maps, bias = (tensors.pop(f"v_map.{name}") for name in ("maps", "bias"))
+            self.value_maps = ValueMaps(maps, bias, own.ranks)
+        # Values of a layer that reads another's cache are normed there.
+        self.norms_values = self.value_maps is not None or own.turned > 0
+        self.dense_norm = norm("dense_norm")
+        self.experts_norm = norm("experts_norm")
+        self.inputs_out_norm = norm("inputs_out_norm")
+        self.gate = tensors.pop("inputs_gate.weight", None)
+        self.out = tensors.pop("inputs_out.weight", None)
+        self.scalar = tensors.pop("scalar", None)
+
+    def of_step(
+        self, inputs: Tensor | None, rows: Tensor | None, experts: RowMap | None
+    ) -> OwnParts:
+        """The parts in a step. ``inputs`` [T, P]: what the layer is given of its tokens, of
+        which ``rows`` [R] leave the layer (None: all)."""
+        if inputs is not None and rows is not None:
+            inputs = inputs.index_select(0, rows)
+        values = self._values if self.norms_values else None
+        beside, end = None, None
+        if self.dense_norm is not None and experts is not None:
+            beside = partial(self._experts, experts)
+        if self.scalar is not None or inputs is not None:
+            end = partial(self._end, inputs)
+        if values is beside is end is None:
+            return NO_PARTS
+        return OwnParts(values, self.dense_norm, beside, end)
+
+    def _values(self, v: Tensor) -> Tensor:
+        """v [T, heads * d] -> as Attend takes it."""
+        normed = self.rows.unit_norm(v.unflatten(-1, (-1, self.head_dim)), self.eps)
+        return (
+            normed.flatten(-2) if self.value_maps is None else self.value_maps(normed)
+        )
+
+    def _experts(self, experts: RowMap, x: Tensor) -> Tensor:
+        """Experts of x [T, D], which has no norm yet, and the norm of what they give."""
+        assert self.experts_norm is not None
+        return self.experts_norm(experts(self.rows.unit_norm(x, self.eps)))
+
+    def _end(self, inputs: Tensor | None, x: Tensor) -> Tensor:
+        """x [T, D] with the layer's own ``inputs`` [T, P] of the tokens, scaled."""
+        if inputs is not None:
+            assert self.gate is not None and self.out is not None
+            assert self.inputs_out_norm is not None
+            gated = self.rows.gated(self.activation, x @ self.gate, inputs)
+            x = x + self.inputs_out_norm(gated @ self.out)
+        return x if self.scalar is None else x * self.scalar
