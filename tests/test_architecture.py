@@ -68,7 +68,8 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 
 TORCH_CUDA: dict[str, set[str]] = {
     "device": set(),
-    "states": {"device"},
+    "state_kernels": {"model"},
+    "states": {"device", "state_kernels"},
     "inputs": {"device", "states"},
     "model": set(),
     "attention": {"device", "inputs", "model"},

@@ -131,8 +131,9 @@ class MixerMemory(Protocol):
     """The states of a step's sequences in one layer. What it is given, it takes over into
     them; each call is made once a step."""
 
-    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
-        """x [T, C] and the inputs before it -> the convolution [T, C]."""
+    def convolved(self, parts: MixerParts, x: Tensor, silu: bool) -> Tensor:
+        """x [T, C] and the inputs before it -> the convolution [T, C], after its
+        activation where ``silu``."""
         ...
 
     def heads(
@@ -142,20 +143,26 @@ class MixerMemory(Protocol):
         read of the matrices [T, H, dv] float32."""
         ...
 
+    def gated(
+        self, mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor
+    ) -> Tensor:
+        """As ``gated``."""
+        return gated(mixing, parts, y, gate)
+
 
 def mix(mixing: Mixing, parts: MixerParts, x: Tensor, memory: MixerMemory) -> Tensor:
     """x [T, D] -> y [T, D]."""
     if mixing.kind == "conv":
         before, after, value = parts.project(x).chunk(3, -1)
-        return parts.out(after * memory.convolved(parts, before * value))
+        return parts.out(after * memory.convolved(parts, before * value, False))
     assert parts.gates
     channels, gate = parts.project(x).split([mixing.channels, mixing.inner], -1)
-    channels = F.silu(memory.convolved(parts, channels))
+    channels = memory.convolved(parts, channels, True)
     y = memory.heads(mixing, parts, channels, parts.gates(x))
-    return parts.out(_gated(mixing, parts, y, gate))
+    return parts.out(memory.gated(mixing, parts, y, gate))
 
 
-class SpreadMemory:
+class SpreadMemory(MixerMemory):
     """States of sequences [B, numbers] float32, whose tokens are spread side by side.
     The definition."""
 
@@ -173,14 +180,15 @@ class SpreadMemory:
         """[B, numbers] after the step."""
         return torch.cat([self._window.flatten(1), self._matrix], -1)
 
-    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
+    def convolved(self, parts: MixerParts, x: Tensor, silu: bool) -> Tensor:
         spans, before = self._spans, self._window
         every = torch.cat([before, spans.spread(x).float()], 1)  # [B, K - 1 + Q, C]
         kept = torch.arange(before.shape[1], device=x.device)
         newest = (spans.counts.unsqueeze(1) + kept).long().unsqueeze(-1)
         self._window = every.gather(1, newest.expand(-1, -1, x.shape[1]))
         total = convolution(parts, every, spans.index.shape[1])
-        return spans.packed(total).to(x.dtype)
+        total = spans.packed(total).to(x.dtype)
+        return F.silu(total) if silu else total
 
     def heads(
         self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
@@ -275,7 +283,7 @@ def _space(
     return HeadRows(q, k, v * step.unsqueeze(-1), step * parts.decay, None, v)
 
 
-def _gated(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Tensor:
+def gated(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Tensor:
     """y [T, H, dv] float32, normalized and gated: [T, H * dv] as the gate."""
     wide = F.silu(gate.float())
     if mixing.norm == "none":

@@ -11,12 +11,15 @@ Sizes: T tokens of B sequences, N chunks, K taps, C channels, H heads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import util
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.layers.mixers import (
@@ -32,6 +35,7 @@ from kvlathe.layers.recurrence import CHUNK, chunk_products, recur_once
 from kvlathe.runtime.sessions.gpu.states import NOBODY
 from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 
+log = logging.getLogger("kvlathe")
 AT_ONCE = 64
 """Chunks whose products exist at a time, or as many as a step has sequences."""
 
@@ -59,6 +63,8 @@ class StepStates:
 
     def of_layer(self, first: int, mixing: Mixing) -> MixerMemory:
         """Those of the layer whose numbers begin at ``first``."""
+        if self.memory.is_cuda and has_kernels():
+            return KernelTokens(self, first, mixing)
         return (SomeTokens if self.counts else OneToken)(self, first, mixing)
 
 
@@ -69,7 +75,8 @@ class StepPlaces:
     others, those of most tokens first. Their tokens are ``rows``; cut into chunks, they
     are ``chunk_rows`` [N * CHUNK] (T where there is none), of which ``taken`` are tokens.
     Chunks stand one after the other: the first of all ``longer`` ones, the second of
-    those that have one ... ``widths``: how many each time.
+    those that have one ... ``widths``: how many each time. ``sequence_of`` [T];
+    ``firsts`` [B + 1]: where each sequence begins.
     """
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
@@ -96,6 +103,9 @@ class StepPlaces:
         self.chunk_rows = int64_on(found, device)
         taken = np.flatnonzero(found < tokens)
         self.taken, self.rows = int64_on(taken, device), int64_on(found[taken], device)
+        self.firsts = int64_on(self.starts, device)
+        sequences = np.repeat(np.arange(len(counts)), self.counts)
+        self.sequence_of = int64_on(sequences, device)
         self._joined: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def joined(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +125,7 @@ class StepPlaces:
         return self._joined[window]
 
 
-class _Slots:
+class _Slots(MixerMemory):
     """The numbers of one layer, in slots."""
 
     def __init__(self, step: StepStates, first: int, mixing: Mixing) -> None:
@@ -164,10 +174,11 @@ class _Slots:
 class OneToken(_Slots):
     """A MixerMemory of a step of one token for each sequence. Row b is of sequence b."""
 
-    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
+    def convolved(self, parts: MixerParts, x: Tensor, silu: bool) -> Tensor:
         every = torch.cat([self.inputs(), x.float().unsqueeze(1)], 1)  # [B, K, C]
         self.keep_inputs(every[:, 1:])
-        return convolution(parts, every, 1).squeeze(1).to(x.dtype)
+        total = convolution(parts, every, 1).squeeze(1).to(x.dtype)
+        return F.silu(total) if silu else total
 
     def heads(
         self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
@@ -179,7 +190,7 @@ class OneToken(_Slots):
 class SomeTokens(_Slots):
     """A MixerMemory of any other step."""
 
-    def convolved(self, parts: MixerParts, x: Tensor) -> Tensor:
+    def convolved(self, parts: MixerParts, x: Tensor, silu: bool) -> Tensor:
         before = self.inputs()
         count, window, channels = before.shape
         tokens, inputs, newest = self.step.places.joined(window)
@@ -187,8 +198,9 @@ class SomeTokens(_Slots):
         every.index_copy_(0, tokens, x.float())
         every.index_copy_(0, inputs, before.flatten(0, 1))
         self.keep_inputs(every.index_select(0, newest).unflatten(0, (count, window)))
-        found = convolution(parts, every, len(every) - window)
-        return found.index_select(0, tokens - window).to(x.dtype)
+        total = convolution(parts, every, len(every) - window)
+        total = total.index_select(0, tokens - window).to(x.dtype)
+        return F.silu(total) if silu else total
 
     def heads(
         self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
@@ -200,12 +212,12 @@ class SomeTokens(_Slots):
             found = self.recur_once(rows, places.single, places.single_rows)
             y.index_copy_(0, places.single_rows, found)
         if len(places.longer):
-            found = self._in_chunks(rows, places)
-            y.index_copy_(0, places.rows, found.index_select(0, places.taken))
+            y.index_copy_(0, places.rows, self.in_chunks(rows))
         return with_skip(parts, rows, y)
 
-    def _in_chunks(self, rows: HeadRows, places: StepPlaces) -> Tensor:
-        """[N * CHUNK, H, dv]: what queries of the chunks read."""
+    def in_chunks(self, rows: HeadRows) -> Tensor:
+        """[n, H, dv]: what queries of the n tokens of longer sequences read."""
+        places = self.step.places
         states = self.matrices(places.longer)
         outputs: list[Tensor] = []
         first = 0
@@ -222,7 +234,8 @@ class SomeTokens(_Slots):
                 end += width
             first += count
         self.keep_matrices(states, places.longer)
-        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+        found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+        return found.index_select(0, places.taken)
 
     def _cut(
         self, rows: HeadRows, at: Tensor
@@ -237,6 +250,69 @@ class SomeTokens(_Slots):
 
         strengths = None if rows.strengths is None else cut(rows.strengths)
         return cut(rows.q), cut(rows.k), cut(rows.v), cut(rows.decays), strengths
+
+
+class KernelTokens(SomeTokens):
+    """A MixerMemory of any step by Triton's kernels (state_kernels.py). Longer sequences
+    are computed by torch's products."""
+
+    @property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        return self.step.before, self.step.after
+
+    def convolved(self, parts: MixerParts, x: Tensor, silu: bool) -> Tensor:
+        from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+        where = None
+        if self.step.counts:
+            where = self.step.places.sequence_of, self.step.places.firsts
+        given = parts, x, self._inputs, self._slots, where, silu
+        return state_kernels.convolve(*given)
+
+    def heads(
+        self, mixing: Mixing, parts: MixerParts, channels: Tensor, gates: Tensor
+    ) -> Tensor:
+        from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+        size = (len(channels), mixing.heads, mixing.value_dim)
+        y = channels.new_empty(size, dtype=torch.float32)
+        given = mixing, parts, channels, gates, y, self._matrices, self._slots
+        if not self.step.counts:
+            state_kernels.head_step(*given, None)
+            return y
+        places = self.step.places
+        if len(places.longer):
+            rows = head_rows(mixing, parts, channels.float(), gates)
+            y.index_copy_(0, places.rows, self.in_chunks(rows))
+            y = with_skip(parts, rows, y)
+        if len(places.single):
+            given = mixing, parts, channels, gates, y, self._matrices, self._slots
+            state_kernels.head_step(*given, (places.single, places.single_rows))
+        return y
+
+    def gated(
+        self, mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor
+    ) -> Tensor:
+        from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+        return state_kernels.gate_norm(mixing, parts, y, gate)
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether Triton is here, which torch for GPUs brings, and compiles them. Warns
+    where it does not."""
+    if util.find_spec("triton") is None:
+        obstacle = "Triton is missing"
+    else:
+        from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+        obstacle = state_kernels.obstacle()
+    if obstacle:
+        log.warning(
+            "Layers that keep a state run slower, by torch alone: %s.", obstacle
+        )
+    return not obstacle
 
 
 def _pieces(widths: Sequence[int]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvlathe.layers.mixers import MixerParts
@@ -16,12 +17,12 @@ def mixer_parts(tensors: dict[str, Tensor], product: Product) -> MixerParts | No
         return None
     taps: list[Tensor] = []
     while (name := f"taps.{len(taps)}") in tensors:
-        taps.append(tensors[name])
+        taps.append(tensors.pop(name))
     gates = tensors.get("gates.weight")
     return MixerParts(
         project=beside(tensors, ["project"], 1, product)[0],
         out=beside(tensors, ["out"], 1, product)[0],
-        taps=taps,
+        taps=torch.stack(taps).unbind(0),  # rows of one matrix, as kernels read them
         conv_bias=tensors.get("conv_bias"),
         gates=None if gates is None else Linear(gates, tensors.get("gates.bias")),
         decay=tensors.get("decay"),

@@ -1,0 +1,303 @@
+"""Triton kernels of layers that keep a state: what kvlathe/layers/mixers.py says, in as
+few kernels as it takes: the convolution and its activation, a token of each head, and the
+norm with its gate. Triton comes with torch for GPUs.
+
+Sizes: T tokens of B sequences, K taps, C channels, H heads, dk and dv dims of a key and
+of a value.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvlathe.layers.mixers import LEAST_NORM, MixerParts, Mixing
+from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
+
+triton, tl = import_module("triton"), import_module("triton.language")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    constexpr = int  # a number, a flag or a type
+else:  # Triton reads annotations, and knows no others
+    Tensor, constexpr = tl.tensor, tl.constexpr
+
+CHANNELS, VALUES = 512, 32
+"""Channels, and dims of a value, of one program."""
+WARPS = 4
+TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+@jit
+def _convolve(
+    x: Tensor,
+    x_stride: int,
+    y: Tensor,
+    taps: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    slot_stride: int,
+    before: Tensor,
+    after: Tensor,
+    sequence_of: Tensor,
+    starts: Tensor,
+    channels: int,
+    K: constexpr,
+    HAS_BIAS: constexpr,
+    SILU: constexpr,
+    ALONE: constexpr,
+    TYPE: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    """Row t, some channels. The last row of a sequence leaves the newest inputs."""
+    t = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = c < channels
+    b, start, last = t, t, t
+    if not ALONE:
+        b = tl.load(sequence_of + t)
+        start = tl.load(starts + b)
+        last = tl.load(starts + b + 1) - 1
+    own = memory + tl.load(before + b) * slot_stride + c
+    left = memory + tl.load(after + b) * slot_stride + c
+    total = tl.zeros([BLOCK], tl.float32)
+    if HAS_BIAS:
+        total = tl.load(bias + c, mask=here, other=0.0)
+    for tap in tl.static_range(K):
+        place = t - (K - 1) + tap
+        fresh = place >= start
+        value = tl.load(x + place * x_stride + c, mask=here & fresh, other=0.0)
+        kept = own + (K - 1 + place - start) * channels
+        value = value.to(tl.float32) + tl.load(kept, mask=here & ~fresh, other=0.0)
+        total += value * tl.load(taps + tap * channels + c, mask=here, other=0.0)
+        if tap > 0:
+            tl.store(left + (tap - 1) * channels, value, mask=here & (t == last))
+    out = total.to(TYPE)
+    if SILU:
+        wide = out.to(tl.float32)
+        out = (wide * tl.sigmoid(wide)).to(TYPE)
+    tl.store(y + t * channels + c, out, mask=here)
+
+
+@jit
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), as torch's; by its series where e^x is small."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    small = e * (1.0 - e * (0.5 - e * (1.0 / 3.0)))
+    return tl.where(x > 20.0, x, tl.where(e < 0.01, small, tl.log(1.0 + e)))
+
+
+@jit
+def _row(at: Tensor, i: Tensor, inside: Tensor) -> Tensor:
+    return tl.load(at + i, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _unit(x: Tensor, least_norm: float) -> Tensor:
+    return x / tl.sqrt(tl.sum(x * x, 0) + least_norm)
+
+
+# fmt: off
+@jit
+def _head_step(channels: Tensor, channel_stride: int, gates: Tensor, gate_stride: int,
+               decay: Tensor, step_bias: Tensor, skip: Tensor, y: Tensor, memory: Tensor,
+               slot_stride: int, before: Tensor, after: Tensor, sequences: Tensor,
+               rows: Tensor, least_step: float, most_step: float, strength: float,
+               query_scale: float, least_norm: float, H: constexpr, GROUPS: constexpr,
+               DK: constexpr, DV: constexpr, IS_DELTA: constexpr, ALL: constexpr,
+               KEYS: constexpr, BLOCK: constexpr) -> None:
+    """A token of one sequence, one head, some dims of its values."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    row = b
+    if not ALL:
+        row = tl.load(rows + b)
+        b = tl.load(sequences + b)
+    i, j = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    in_key, in_value = i < DK, j < DV
+    own = channels + row * channel_stride
+    of_group = own + h // (H // GROUPS) * DK
+    gate = gates + row * gate_stride + h
+    q_at = of_group + (0 if IS_DELTA else H * DV + GROUPS * DK)
+    k_at = of_group + (GROUPS * DK if IS_DELTA else H * DV)
+    v_at = own + (2 * GROUPS * DK if IS_DELTA else 0) + h * DV
+    q, k = _row(q_at, i, in_key), _row(k_at, i, in_key)
+    value = _row(v_at, j, in_value)
+    step = tl.load(gate + (H if IS_DELTA else 0)).to(tl.float32)
+    step = _softplus(step + tl.load(step_bias + h))
+    if IS_DELTA:
+        q, k = _unit(q, least_norm) * query_scale, _unit(k, least_norm)
+        added = value
+    else:
+        step = tl.minimum(tl.maximum(step, least_step), most_step)
+        added = value * step
+    tile = (h * DK + i)[:, None] * DV + j[None, :]
+    inside = in_key[:, None] & in_value[None, :]
+    source = memory + tl.load(before + b) * slot_stride
+    state = tl.load(source + tile, mask=inside, other=0.0)
+    state = state * tl.exp(step * tl.load(decay + h))
+    if IS_DELTA:
+        share = tl.sigmoid(tl.load(gate).to(tl.float32)) * strength
+        added = (added - tl.sum(state * k[:, None], 0)) * share
+    state += k[:, None] * added[None, :]
+    read = tl.sum(state * q[:, None], 0)
+    if not IS_DELTA:
+        read += value * tl.load(skip + h)
+    target = memory + tl.load(after + b) * slot_stride
+    tl.store(target + tile, state, mask=inside)
+    tl.store(y + (row * H + h) * DV + j, read, mask=in_value)
+# fmt: on
+
+
+@jit
+def _gate_norm(
+    y: Tensor,
+    gate: Tensor,
+    gate_stride: int,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    columns: int,
+    width: int,
+    IS_DELTA: constexpr,
+    NORM: constexpr,
+    TYPE: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    """One part of a row that is normalized by itself. NORM: 0 none, 1 before the gate, 2
+    after it."""
+    row = tl.program_id(0)
+    first = tl.program_id(1) * columns
+    c = tl.arange(0, BLOCK)
+    here = c < columns
+    x = tl.load(y + row * width + first + c, mask=here, other=0.0)
+    given = tl.load(gate + row * gate_stride + first + c, mask=here, other=0.0)
+    opened = given.to(tl.float32)
+    opened = opened * tl.sigmoid(opened)
+    if NORM == 2:
+        x = x * opened
+    if NORM > 0:
+        x = x / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
+        of_row = c
+        if not IS_DELTA:
+            of_row = first + c
+        scale = tl.load(weight + of_row, mask=here, other=0.0)
+        x = (x.to(TYPE) * scale).to(TYPE)
+        x = x.to(tl.float32)
+    if NORM < 2:
+        x = x * opened
+    x = x.to(TYPE)
+    tl.store(out + row * width + first + c, x, mask=here)
+
+
+@cache
+def obstacle() -> str:
+    """Why Triton compiles no kernel here; empty if it does."""
+    try:
+        x = torch.zeros(1, 16, device="cuda")
+        slots = torch.zeros(1, dtype=torch.int64, device="cuda")
+        parts = MixerParts(_same, _same, list(torch.zeros(2, 16, device="cuda")), None)
+        convolve(
+            parts, x, torch.zeros(1, 16, device="cuda"), (slots, slots), None, True
+        )
+    except Exception as error:  # a compiler is missing, or a folder to write to
+        return repr(error).partition("\n")[0]
+    return ""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def convolve(
+    parts: MixerParts,
+    x: Tensor,
+    memory: Tensor,
+    slots: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor] | None,
+    silu: bool,
+) -> Tensor:
+    """x [T, C], whose columns lie side by side -> the convolution [T, C], with its
+    activation where ``silu``. ``memory``: the layer's inputs [slots, (K - 1) C], a view.
+    ``slots`` int64 [B], before and after. ``places``: the sequence of each row [T], and
+    where those begin [B + 1]; None: row b is of sequence b. ``parts.taps`` are rows of
+    one matrix."""
+    count, channels = x.shape
+    y = torch.empty(count, channels, dtype=x.dtype, device=x.device)
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    bias = parts.conv_bias
+    own, starts = slots if places is None else places
+    _convolve[(count, triton.cdiv(channels, block))](
+        *(x, x.stride(0), y, parts.taps[0], y if bias is None else bias),
+        *(memory, memory.stride(0), *slots, own, starts, channels),
+        K=len(parts.taps),
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        ALONE=places is None,
+        TYPE=TYPES[x.dtype],
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+    return y
+
+
+def head_step(
+    mixing: Mixing,
+    parts: MixerParts,
+    channels: Tensor,
+    gates: Tensor,
+    y: Tensor,
+    memory: Tensor,
+    slots: tuple[Tensor, Tensor],
+    chosen: tuple[Tensor, Tensor] | None,
+) -> None:
+    """A token of each of some sequences: channels [T, C] after their activation, gates
+    [T, n] -> y [T, H, dv] float32, what skips the matrices added. ``memory``: the layer's
+    matrices [slots, H dk dv], a view. ``chosen`` int64: the sequences, and their rows;
+    None: row b is of sequence b."""
+    sequences, rows = slots if chosen is None else chosen
+    count = len(channels) if chosen is None else len(rows)
+    block = min(VALUES, triton.next_power_of_2(mixing.value_dim))
+    skip = parts.decay if parts.skip is None else parts.skip
+    _head_step[(count, mixing.heads, triton.cdiv(mixing.value_dim, block))](
+        *(channels, channels.stride(0), gates, gates.stride(0)),
+        *(parts.decay, parts.step_bias, skip, y),
+        *(memory, memory.stride(0), *slots, sequences, rows),
+        *(mixing.least_step, min(mixing.most_step, 3e38), mixing.strength),
+        *(mixing.key_dim**-0.5, LEAST_NORM),
+        H=mixing.heads,
+        GROUPS=mixing.groups,
+        DK=mixing.key_dim,
+        DV=mixing.value_dim,
+        IS_DELTA=mixing.kind == "delta",
+        ALL=chosen is None,
+        KEYS=triton.next_power_of_2(mixing.key_dim),
+        BLOCK=block,
+        num_warps=WARPS,
+    )
+
+
+def gate_norm(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Tensor:
+    """y [T, H, dv] float32, gate [T, H dv], whose columns lie side by side -> [T, H dv]
+    as the gate."""
+    count, width = gate.shape
+    is_delta = mixing.kind == "delta"
+    columns = width // (mixing.heads if is_delta else mixing.norm_groups)
+    out = torch.empty(count, width, dtype=gate.dtype, device=gate.device)
+    block = triton.next_power_of_2(columns)
+    _gate_norm[(count, width // columns)](
+        *(y, gate, gate.stride(0), gate if parts.norm is None else parts.norm, out),
+        *(mixing.norm_eps, columns, width),
+        IS_DELTA=is_delta,
+        TYPE=TYPES[gate.dtype],
+        NORM=("none", "before", "after").index(mixing.norm),
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+    )
+    return out
