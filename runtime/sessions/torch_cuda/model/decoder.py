@@ -232,7 +232,7 @@ class _Layer:
         if wiring.wide_qk_norm and group.size > 1:
             of_heads = partial(_wide_norm, tensors, wiring.norm_eps, group)
         self.q_norm, self.k_norm = of_heads("q_norm"), of_heads("k_norm")
-        self.experts = _experts(wiring, _taken(tensors, "experts."))
+        self.experts = _experts(wiring, _taken(tensors, "experts."), group)
         self.parts = LayerParts(wiring, own, rows, tensors, norm)
         curve = _taken(tensors, "curve.")
         self.curve = partial(xielu, **curve) if curve else None
@@ -360,10 +360,14 @@ def _qkv_of(
     return qkv
 
 
-def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
+def _experts(
+    wiring: Wiring, tensors: dict[str, Tensor], group: ShardGroup
+) -> RowMap | None:
+    """Every shard has some columns of each expert."""
     if not tensors or wiring.routing is None:
         return None
-    return experts_map(tensors, wiring.routing, wiring.activation)
+    own = experts_map(tensors, wiring.routing, wiring.activation)
+    return own if group.size == 1 else lambda x: group.sum(own(x))
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:

@@ -1,9 +1,9 @@
 """Slices: the weights of one shard, cut from those of the decoder as they are read.
 
 Query heads and their lanes go by the deal (kvlathe/plan/deal.py): columns of q, k and
-v, rows of o. The MLP goes by columns, the embedding and the head by vocabulary (Shoeybi
-et al. 2019, "Megatron-LM"). Norms, RoPE and learned positions are whole everywhere;
-what is added once, shard 0 adds.
+v, rows of o. MLPs go by columns, and so does each expert; the embedding and the head by
+vocabulary (Shoeybi et al. 2019, "Megatron-LM"). Norms, routers, RoPE and learned
+positions are whole everywhere; what is added once, shard 0 adds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from kvlathe.plan.heads import Lane
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import shard_borders
 
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-COLUMNS = ("gate.weight", "up.weight", "gate.bias", "up.bias")
-"""Cut in their last dimension, as ``down`` is in its first."""
-ONCE = ("o.bias", "down.bias")
+COLUMNS = (
+    *("gate.weight", "up.weight", "gate.bias", "up.bias"),
+    *("experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"),
+)
+"""Cut in their last dimension, as those of ROWS are in the one before it."""
+ROWS = ("down.weight", "experts.down")
+ONCE = ("o.bias", "down.bias", "experts.down_bias")
 WHOLE = {
     ".codes": (
         "its weights are codes, which are not cut",
@@ -77,9 +81,9 @@ class Slices:
         if role in COLUMNS:
             first, end = self._part(tensor.shape[-1])
             return tensor[..., first:end]
-        if role == "down.weight":
-            first, end = self._part(len(tensor))
-            return tensor[first:end]
+        if role in ROWS:
+            first, end = self._part(tensor.shape[-2])
+            return tensor[..., first:end, :]
         if role in ONCE:
             return None if self.shard else tensor
         side, _, kind = role.partition(".")
