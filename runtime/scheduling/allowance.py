@@ -3,7 +3,8 @@
 Guessing is a bet: rows cost time at once, and guesses may be wrong. So an account is
 kept, in seconds. Steps add a small share of their time to it. Looks, trials and drafts
 are paid from it, and what right guesses save is paid in. Nothing is guessed that it
-cannot pay. It holds the time of a few steps at most, whatever was gained before: so no
+cannot pay, but for a small part of what is promised, which is lent to it; promises of
+drafters that were wrong count less. It holds the time of a few steps at most, whatever was gained before: so no
 thousand steps lose more than MOST + 1000 SHARE of their time, about.
 """
 
@@ -13,8 +14,14 @@ from kvlathe.runtime.scheduling.admission import Mean
 
 SHARE = 0.005
 """Of the time of steps."""
-MOST = 8.0
+MOST = 7.0
 """Steps whose time may be lost at once."""
+LENT = 0.02
+"""Of what guesses promise to save, while nothing is left for them."""
+FADE, RETRY = 0.98, 0.999
+"""Weight of a step with guesses relative to the next, and of all over a look."""
+EVIDENCE = 4.0
+"""Tokens that stand for what is not known yet of a drafter."""
 
 
 class Allowance:
@@ -32,3 +39,35 @@ class Allowance:
         most = MOST * self._step.value
         left = most if self._step.count == 1 else self.left
         self.left = min(most, left + SHARE * plain - lost)
+
+    def lend(self, promised: float) -> None:
+        """Guesses promise to save so many seconds, and more than is left is needed to
+        try them."""
+        self.left += LENT * promised
+
+    def rest(self, seconds: float) -> int:
+        """Steps that bring in twice so many seconds."""
+        income = SHARE * self._step.value
+        return int(2 * seconds / income) if income else 0
+
+
+class Trust:
+    """The share of what a drafter expects that has come."""
+
+    def __init__(self) -> None:
+        self._expected = self._came = 0.0
+
+    @property
+    def share(self) -> float:
+        """1 at most."""
+        return min(1.0, (self._came + EVIDENCE) / (self._expected + EVIDENCE))
+
+    def tried(self, expected: float, came: int) -> None:
+        """A step had guesses."""
+        self._expected = FADE * self._expected + expected
+        self._came = FADE * self._came + came
+
+    def looked(self) -> None:
+        """What is known fades, so that guesses are tried again."""
+        self._expected *= RETRY
+        self._came *= RETRY

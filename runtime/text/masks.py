@@ -67,7 +67,7 @@ class Guide(Protocol):
 
 
 def allowed(guide: Guide, tokens: Sequence[int]) -> int:
-    """How many of ``tokens`` may follow, one after the other."""
+    """Count the ``tokens`` that may follow, one after the other."""
     ahead = guide.copy()
     for count, token in enumerate(tokens):
         if ahead.stopped or (ahead.asks and not ahead.allows(token)):

@@ -18,7 +18,7 @@ from operator import mul
 from typing import Protocol
 
 from kvlathe.runtime.cache.pool import PagePool
-from kvlathe.runtime.scheduling.allowance import Allowance
+from kvlathe.runtime.scheduling.allowance import Allowance, Trust
 from kvlathe.runtime.scheduling.row_costs import MAX_SLOWDOWN, RowCosts
 from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step, StepPart
@@ -74,7 +74,10 @@ class Speculation(StepPart):
         self.drafts = self.drafted = self.accepted = self.failures = 0
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
+        self.trust = Trust()
+        self._chances: Mapping[Sequence, Items[float]] = {}  # of the last look
         self._looked = 0.0  # seconds of the host for the next step
+        self._rest = 0  # steps until the next look
         self._paused = 0  # steps of it that are left
 
     def guesses(
@@ -84,9 +87,11 @@ class Speculation(StepPart):
         together. A drafter that fails is asked again after a pause."""
         self.eager = False
         self._paused = max(0, self._paused - 1)
-        if self.drafter is None or self._paused or self.allowance.left <= 0:
+        self._rest -= 1
+        if not decoding or self.drafter is None or self._paused or self._rest >= 0:
             return {}
         started = time.perf_counter()
+        self.trust.looked()
         try:
             return self._guesses(self.drafter, decoding, pool, room)
         except Exception:
@@ -95,7 +100,10 @@ class Speculation(StepPart):
             self._paused = PAUSE
             return {}
         finally:
-            self._looked += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._looked += seconds
+            if self.allowance.left <= 0:
+                self._rest = self.allowance.rest(seconds)
 
     def _guesses(
         self,
@@ -113,6 +121,7 @@ class Speculation(StepPart):
                 each = drafter.chances(sequence, most)
                 chances[sequence] = list(accumulate(each, mul))
         counts = self._worth(chances, len(decoding), room)
+        self._chances = chances
         self.eager = bool(counts) and any(s.pending for s in decoding)
         if not counts or self.eager:
             return {}
@@ -141,15 +150,21 @@ class Speculation(StepPart):
         likely = [(chance, one) for one, each in chances.items() for chance in each]
         likely.sort(key=lambda pair: pair[0], reverse=True)
         best = GAIN / self.costs.times(0, sequences)
-        tokens, taken = 1.0, 0
+        tokens, taken, promised = 1.0, 0, 0.0
         plain, left = self.costs.plain(sequences), self.allowance.left
+        trust = self.trust.share / sequences
         for rows, (chance, _) in enumerate(likely[:room], 1):
-            tokens += chance / sequences
+            tokens += chance * trust
             longer = self.costs.times(rows, sequences)
-            if plain * (longer - 1) > left:
-                break
-            if tokens / longer > best:
-                best, taken = tokens / longer, rows
+            if tokens / longer <= best:
+                continue
+            best = tokens / longer
+            if plain * (longer - 1) <= left:
+                taken = rows
+            else:
+                promised = plain * (tokens - longer)
+        if promised:
+            self.allowance.lend(promised)
         counts: dict[Sequence, int] = {}
         for _, sequence in likely[:taken]:
             counts[sequence] = counts.get(sequence, 0) + 1
@@ -181,14 +196,18 @@ class Speculation(StepPart):
 
     def tried(self, chunks: Items[Chunk]) -> None:
         """Count the guesses that were tried, and those that were right."""
+        expected, before = 0.0, self.accepted
         for chunk in chunks:
             if chunk.drafts and chunk.choices:
                 sequence, stayed = chunk.sequence, chunk.count - 1
+                expected += sum(self._chances[sequence][: len(chunk.drafts)])
                 self.drafts += 1
                 self.drafted += len(chunk.drafts)
                 self.accepted += stayed
                 sequence.drafted += len(chunk.drafts)
                 sequence.accepted += stayed
+        if expected:
+            self.trust.tried(expected, self.accepted - before)
 
     def ran(self, chunks: Items[Chunk], seconds: float, ahead: bool) -> None:
         """A step of decodes alone has run, and this long after the one before it its
