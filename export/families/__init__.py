@@ -89,6 +89,7 @@ from kvlathe.export.families.sigmoid_experts import (
     glm4_moe,
     hy_v3,
     minimax_m2,
+    minimax_m3,
     solar_open,
 )
 from kvlathe.export.families.spaces import bamba, granitemoehybrid
@@ -164,6 +165,7 @@ FAMILIES = {
     "mellum": mellum,
     "minicpm3": minicpm3,
     "minimax_m2": minimax_m2,
+    "minimax_m3_vl_text": minimax_m3,
     "ministral": ministral,
     "ministral3": ministral3,
     "mistral": mistral,

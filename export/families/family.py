@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from kvlathe.layers.bounds import Bound
     from kvlathe.layers.mixers import Mixing
     from kvlathe.layers.routing import Scores
     from kvlathe.layers.temperature import Temperature
@@ -195,6 +196,9 @@ class Family:
     """Queries grow with their positions."""
     latent: Latent | None = None
     """Heads share one latent, in place of keys and values of their own."""
+    bounds: tuple[Bound | None, ...] = ()
+    """Those of each layer's MLP, or of the expert that every token passes; empty: it has
+    none."""
     experts: Experts | None = None
     """Experts in place of the MLP, or beside it: where there are ``gate up down`` too,
     they are of an expert that every token passes, weighed by the sigmoid of

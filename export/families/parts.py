@@ -18,7 +18,7 @@ BESIDE = (
     *("multi_modal_projector", "mm_projector", "vision_projector", "vision_projection"),
     *("projector", "connector", "aligner", "merger", "mlp1", "mlp_AR"),
     *("embed_vision", "embed_audio", "visual_embeddings_table", "image_newline"),
-    *("layerwise_projectors", "spatial_projectors", "mtp."),
+    *("patch_merge_mlp", "layerwise_projectors", "spatial_projectors", "mtp."),
 )
 """Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
 tokens."""
@@ -41,6 +41,7 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             *("glm_ocr", "got_ocr2", "hyperclovax_vision_v2"),
             *("internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava"),
             *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
+            "minimax_m3_vl",
             *("minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2"),
             *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
             *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "video_llama_3"),

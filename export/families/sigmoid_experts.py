@@ -21,6 +21,7 @@ from kvlathe.export.families.family import Experts, Family
 from kvlathe.export.families.llama import biased, gated, llama, of_columns
 from kvlathe.export.families.qwen import QK_NORMS
 from kvlathe.export.families.windows import sliding_layers
+from kvlathe.layers.bounds import Bound
 
 if TYPE_CHECKING:
     from transformers import (
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
         MiniMaxM2Config,
         SolarOpenConfig,
     )
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+        MiniMaxM3VLTextConfig,
+    )
 
 CORRECTION = {"router_correction": "model.layers.{i}.mlp.gate.e_score_correction_bias"}
 SHARED = {
@@ -44,6 +48,8 @@ NAMES = WITHOUT_MLP | EXPERTS | CORRECTION | SHARED
 MINIMAX_CORRECTION = {
     "router_correction": "model.layers.{i}.block_sparse_moe.e_score_correction_bias"
 }
+SPARSE_ATTENTION = "minimax_m3_sparse"
+"""A layer with an indexer, among ``layer_types``."""
 LEAST_SUM = 1e-9
 """Sums of chosen softmaxes that no model reaches."""
 
@@ -182,6 +188,41 @@ def minimax_m2(config: MiniMaxM2Config) -> Family:
         experts=experts,
         settings=COUNTS,
     )
+
+
+def minimax_m3(config: MiniMaxM3VLTextConfig) -> Family:
+    """QK-norms of each head, an expert that every token passes, bounded MLPs. An indexer
+    chooses blocks of tokens; up to as many as it chooses, those are all of them."""
+    layers = config.num_hidden_layers
+    bound = Bound(config.swiglu_limit, config.swiglu_alpha)
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normalized=True,
+        scores="sigmoid",
+        corrected=True,
+        limit=bound.limit,
+        alpha=bound.alpha,
+    )
+    at = "model.layers.{i}.block_sparse_moe.shared_experts."
+    shared = {role: f"{at}{role}_proj" for role in ("gate", "up", "down")}
+    family = replace(
+        of_columns(config, config.shared_intermediate_size),
+        names=WITHOUT_MLP | MIXTRAL_EXPERTS | QK_NORMS | MINIMAX_CORRECTION | shared,
+        norm_offset=1.0,
+        partial_rotary=True,
+        bounds=(bound,) * layers,
+        experts=experts,
+        factors={"experts_down": config.routed_scaling_factor},
+        beside=tuple(f"layers.{i}.self_attn.index" for i in range(layers)),
+        settings=COUNTS,
+    )
+    if SPARSE_ATTENTION in (config.layer_types or ()):
+        tokens = config.index_topk_blocks * config.index_block_size
+        family = replace(family, dense_tokens=tokens)
+    dense = not_sparse(config.mlp_layer_types)
+    return with_dense(family, dense, config.dense_intermediate_size)
 
 
 def afmoe(config: AfmoeConfig) -> Family:

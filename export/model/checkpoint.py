@@ -394,8 +394,10 @@ class Checkpoint:
 
     def _is_beside(self, name: str) -> bool:
         """Whether a tensor is of a part of the model that is not run."""
-        beside = self.spec.family.beside
-        return bool(beside) and name.removeprefix("model.").startswith(beside)
+        family = self.spec.family
+        bare = name.removeprefix("model.")
+        inner = bare.removeprefix(f"{family.inside}.").removeprefix("model.")
+        return any(one.startswith(family.beside) for one in (bare, inner))
 
     @staticmethod
     def _check_header(

@@ -292,6 +292,7 @@ class DecoderLayer(nn.Module):
         experts, made = family.experts_of(layer), (hidden, self.activation, dtype)
         self.experts = experts and ExpertBlock(experts, *made, form)
         self.curve = Curve() if "curve" in roles else None
+        self.bound = family.bounds[layer] if family.bounds else None
         self._add_beside(spec, layer, dtype)
 
     def _add_beside(self, spec: DecoderSpec, layer: int, dtype: torch.dtype) -> None:

@@ -197,6 +197,7 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         wide_qk_norm=spec.family.wide_qk_norm,
         norm_after_rope=spec.family.norm_after_rope,
         logit_softcap=spec.family.logit_softcap,
+        bounds=spec.family.bounds,
         routing=experts and routing_of(experts),
         temperature=spec.family.temperature,
         outputs=tuple(head_places(plan, layer) for layer in gated),

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.layers.bounds import Bound, bounded
 from kvlathe.layers.gated import gated
 from kvlathe.layers.latent import Angles, turned_ends
 from kvlathe.layers.rows import ACTIVATIONS, Rows
@@ -88,6 +89,8 @@ class Layer(Protocol):
         """o in the model's own dims, where it has gates."""
         ...
 
+    @property
+    def bound(self) -> Bound | None: ...
     @property
     def experts(self) -> RowMap | None: ...
     @property
@@ -250,6 +253,8 @@ def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
         return layer.curve(up)
     if gate is None:
         return ACTIVATIONS[layer.activation](up)
+    if layer.bound is not None:
+        return bounded(gate, up, layer.bound, layer.activation)
     return layer.rows.gated(layer.activation, gate, up)
 
 

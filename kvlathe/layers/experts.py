@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvlathe.layers.bounds import Bound, bounded
 from kvlathe.layers.routing import Routing, choose
 from kvlathe.layers.rows import ACTIVATIONS
 
@@ -111,16 +112,9 @@ def _inner(
     if weights.gate is None:
         return ACTIVATIONS[activation](up)
     gate = _biased(x @ weights.gate, weights.gate_bias)
-    return _gated(gate, up, routing, activation)
-
-
-def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tensor:
-    limit = routing.limit
-    if not limit:
+    if not routing.limit:
         return ACTIVATIONS[activation](gate) * up
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(routing.alpha * gate) * (up + 1)
+    return bounded(gate, up, Bound(routing.limit, routing.alpha), activation)
 
 
 def _shares(values: Tensor, places: Tensor, weights: ExpertWeights) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvlathe.layers.bounds import Bound
 from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import LatentForm
 from kvlathe.layers.mixers import Mixing
@@ -46,6 +47,7 @@ class Wiring:
     wide_qk_norm: bool = False
     norm_after_rope: bool = False
     logit_softcap: float = 0.0
+    bounds: tuple[Bound | None, ...] = ()
     routing: Routing | None = None
     temperature: Temperature | None = None
     outputs: tuple[HeadPlaces, ...] = ()
@@ -54,6 +56,10 @@ class Wiring:
     mixes: tuple[int, ...] = ()
     own: tuple[LayerWiring, ...] = ()
 
+    def bound(self, layer: int) -> Bound | None:
+        """That of a layer's MLP."""
+        return self.bounds[layer] if self.bounds else None
+
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
         """JSON has lists where this has tuples."""
@@ -61,6 +67,7 @@ class Wiring:
         for name in ("scales", "ropes", "mixes"):
             fields[name] = tuple(raw.get(name, ()))
         fields["outputs"] = tuple(map(_places, raw.get("outputs", ())))
+        fields["bounds"] = tuple(x and Bound(**x) for x in raw.get("bounds", ()))
         if fields.get("routing"):
             fields["routing"] = Routing(**fields["routing"])
         if given := fields.get("temperature"):

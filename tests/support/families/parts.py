@@ -26,6 +26,16 @@ MINISTRAL3: dict[str, Any] = {
     "vision_config": PIXTRAL,
 }
 
+INDEXED: dict[str, Any] = {
+    "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_block_size": 128,
+    "index_topk_blocks": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+    | {"partial_rotary_factor": 0.5},
+}
+"""An indexer that chooses all blocks, and RoPE on a half of each head."""
 SMALL_VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -117,6 +127,18 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3-images-untied": (
         "Mistral3",
         MINISTRAL3 | {"tie_word_embeddings": False},
+    ),
+    "minimax_m3_vl": (
+        "MiniMaxM3VL",
+        {
+            "text_config": sizes(64, 4, 2, 32, num_hidden_layers=3, **INDEXED)
+            | {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.8}
+            | {"dense_intermediate_size": 56, "shared_intermediate_size": 40}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "vision_config": dict.fromkeys(SMALL, 16)
+            | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8},
+            "projector_hidden_size": 16,
+        },
     ),
     "qwen3_5": (
         "Qwen3_5",

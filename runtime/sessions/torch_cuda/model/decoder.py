@@ -216,7 +216,7 @@ class _Layer:
         self.head_dim, self.turned = own.head_dim, own.turned
         self.k_weight = tensors.get("k_norm.weight")
         self.activation, self.parallel = wiring.activation, wiring.parallel
-        self.rows = rows
+        self.rows, self.bound = rows, wiring.bound(layer)
 
         def norm(role: str) -> RowMap | None:
             if f"{role}.weight" not in tensors:
