@@ -99,6 +99,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ranks_tokens=True,
         windows=True,
         graph=False,
+        adapters=True,
         weights=OF_TORCH,
         sizes=ON_A_GPU,
     ),

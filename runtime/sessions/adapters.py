@@ -6,7 +6,12 @@ Sequences that have one carry it through their steps; a session knows no names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
 
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
@@ -14,15 +19,17 @@ from kvlathe.base.lora_file import OTHER_BASE, digest_of, read_lora
 from kvlathe.plan.adapter_maps import AdapterMaps, LowRank
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class LoadedAdapter:
     """``maps``: by the engine's names, such as ``layers.0.q``. ``digest``: of the files
-    it was read from. Two are the same if they are one object."""
+    it was read from. ``number``: from 1 on, of no other one in this process. Two are the
+    same if they are one object."""
 
     name: str
     adapter: Adapter
     digest: bytes
     maps: Mapping[str, LowRank]
+    number: int = field(default_factory=partial(next, count(1)))
 
     @property
     def bytes(self) -> int:
@@ -53,5 +60,16 @@ def read_adapter(name: str, adapter: Adapter, maps: AdapterMaps) -> LoadedAdapte
 
 def distinct(adapters: Adapters) -> tuple[LoadedAdapter, ...]:
     """Those of a step, each once, always in the same order."""
-    there = {id(one): one for one in adapters if one is not None}
-    return tuple(there[key] for key in sorted(there))
+    there = {one.number: one for one in adapters if one is not None}
+    return tuple(there[number] for number in sorted(there))
+
+
+def row_numbers(
+    adapters: Adapters, ends: npt.NDArray[np.int32], rows: int
+) -> npt.NDArray[np.int32]:
+    """The adapter's number of each of so many ``rows``; 0: none. ``ends`` [B + 1]:
+    where each sequence's rows begin."""
+    own = [0 if one is None else one.number for one in adapters]
+    numbers = np.zeros(rows, np.int32)
+    numbers[: ends[-1]] = np.repeat(own, np.diff(ends))
+    return numbers

@@ -88,11 +88,15 @@ def made_case(kind: str) -> Path:
         checkpoint = Checkpoint(folder / "model")
         rotates = checkpoint.spec.rope is not None
         plan = whole_plan(checkpoint.spec, projected=rotates)
-        basis = random_basis(plan, 3, orthogonal=False)
-        write_engine(checkpoint, plan, basis, folder / "engine")
+        write_engine(checkpoint, plan, case_basis(plan), folder / "engine")
         three_adapters(folder, model)
 
     return made_once(f"adapters {kind}", make_all)
+
+
+def case_basis(plan: CompressionPlan) -> Basis:
+    """The bases of ``made_case``."""
+    return random_basis(plan, 3, orthogonal=False)
 
 
 def merged_models(folder: Path) -> dict[str | None, torch.nn.Module]:

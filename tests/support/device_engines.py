@@ -35,7 +35,7 @@ from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.session import AdaptingSession, TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op
 from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
@@ -99,18 +99,23 @@ def torch_session(
     plan: CompressionPlan,
     limits: Limits,
     size: int,
+    basis: Basis | None = None,
 ) -> TorchSession:
     """The torch decoder's session of a checkpoint in float32, with a cache of ``size``
-    bytes."""
-    tensors = decoder_from(checkpoint, plan, Basis()).state_dict()
+    bytes. It takes adapters where the plan has a ``basis``."""
+    tensors = decoder_from(checkpoint, plan, basis or Basis()).state_dict()
     wired = Wiring.from_json(
         json.loads(json.dumps(asdict(wiring(checkpoint.spec, plan))))
     )
     device, library = HostTorchDevice(), HostLibrary(native)
     pool = device.allocate(size, "a cache")
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
-    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    return TorchSession(device, library, plan, limits, pool, compute)
+    decoder = TorchDecoder(wired, tensors, adapts=basis is not None)
+    compute = TorchCompute(decoder, cast(Attention, attention))
+    given = device, library, plan, limits, pool, compute
+    if basis is not None:
+        return AdaptingSession(*given, decoder)
+    return TorchSession(*given)
 
 
 class HostAttention:

@@ -116,7 +116,7 @@ class DeviceSession(DevicePages, Session):
         self._observes = plan.index.observation is not None
         self.widths = decode_widths(plan, limits)
         self.batch_sizes = graph_batch_sizes(limits.max_batch_size)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
         self._buffer = StepBuffer(device, StepForm.largest(plan, limits))
         self._inputs = {**self._query_offsets(), **pool_views(pool, plan.index.unit)}
         self._states: DeviceStates | None = None
@@ -137,7 +137,7 @@ class DeviceSession(DevicePages, Session):
         check_step(step, self.limits)
         kind, rows = kind_of(step, self.widths), len(step.logit_rows)
         if kind.decode:
-            graph = self._graph_of(rows)
+            graph = self._graph_of(rows, step.adapters is not None)
             self._send(step, graph.buffer, graph.arrays)
             graph.replay()
             return self._rows_of(self._logits, rows)
@@ -203,17 +203,27 @@ class DeviceSession(DevicePages, Session):
         Here it knows all of them."""
         assert step.after is None
 
-    def _graph_of(self, batch: int) -> DecodeGraph:
-        """The CUDA graph that decodes ``batch`` sequences."""
+    def _graph_of(self, batch: int, adapts: bool = False) -> DecodeGraph:
+        """The CUDA graph that decodes ``batch`` sequences; ``adapts``: some of which
+        have adapters."""
         size = next(n for n in self.batch_sizes if n >= batch)
-        if size not in self._graphs:
+        if (size, adapts) not in self._graphs:
             keeps = self._states is not None
-            form = StepForm(size, size, size, self.widths, self._observes, keeps)
+            more = self._observes, keeps, adapts
+            form = StepForm(size, size, size, self.widths, *more)
             buffer = StepBuffer(self.device, form)
             arrays = self._arrays_of(buffer, form, 1, StepKind(True, size))
             work = partial(self._queue, arrays, self._logits)
-            self._graphs[size] = DecodeGraph.captured(self.device, buffer, arrays, work)
-        return self._graphs[size]
+            graph = DecodeGraph.captured(self.device, buffer, arrays, work)
+            self._graphs[size, adapts] = graph
+        return self._graphs[size, adapts]
+
+    def forget_graphs_of_adapters(self) -> None:
+        """Steps with adapters are captured again: their matrices lie elsewhere."""
+        self.device.wait()
+        for size, adapts in list(self._graphs):
+            if adapts:
+                del self._graphs[size, adapts]
 
     def _queue(
         self, step: StepArrays, logits: DeviceArray, more: Bindings = NOTHING

@@ -17,6 +17,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
+from kvlathe.runtime.sessions.adapters import row_numbers
 from kvlathe.runtime.sessions.gpu.device import INT32, Device, DeviceArray
 from kvlathe.runtime.sessions.protocols import Int32, StepPlan
 
@@ -105,7 +106,7 @@ def graph_batch_sizes(largest: int) -> tuple[int, ...]:
 class StepForm:
     """Sizes of a step: tokens, sequences, rows of logits, and the pages of each
     bucket's table. ``observes``: it says which rows are observed. ``keeps``: it says
-    where states are."""
+    where states are. ``adapts``: it says which adapter each row has."""
 
     tokens: int
     batch: int
@@ -113,6 +114,7 @@ class StepForm:
     widths: tuple[int, ...]
     observes: bool = False
     keeps: bool = False
+    adapts: bool = False
 
     @classmethod
     def of(
@@ -126,6 +128,7 @@ class StepForm:
             tuple(table.shape[1] for table in step.page_tables),
             observes,
             step.state_slots is not None,
+            step.adapters is not None,
         )
 
     @classmethod
@@ -134,7 +137,7 @@ class StepForm:
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
         widths = (pages,) * len(plan.index.buckets)
-        more = plan.index.observes, bool(plan.model.states)
+        more = plan.index.observes, bool(plan.model.states), True
         return cls(tokens, limits.max_batch_size, tokens, widths, *more)
 
     @cached_property
@@ -153,6 +156,8 @@ class StepForm:
             shapes["observed_starts"] = (self.batch + 1,)
         if self.keeps:
             shapes["state_slots"] = (2, self.batch)
+        if self.adapts:
+            shapes["adapters"] = (self.tokens,)
         return shapes
 
     @cached_property
@@ -206,6 +211,10 @@ class StepForm:
             assert step.state_slots is not None
             arrays["state_slots"][:, :batch] = step.state_slots.T
             arrays["state_slots"][:, batch:] = 0
+        if self.adapts:
+            assert step.adapters is not None
+            numbers = row_numbers(step.adapters, step.cu_seqlens_q, self.tokens)
+            arrays["adapters"][:] = numbers
 
 
 def observed_rows(step: StepPlan) -> Int32:

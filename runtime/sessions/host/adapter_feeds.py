@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from kvlathe.plan.adapter_maps import LowRank
-from kvlathe.runtime.sessions.adapters import LoadedAdapter, distinct
+from kvlathe.runtime.sessions.adapters import LoadedAdapter, distinct, row_numbers
 from kvlathe.runtime.sessions.protocols import StepPlan
 
 MARK = ".adapters."
@@ -36,10 +36,7 @@ class AdapterFeeds:
         """Everything that the graph is fed beside what it takes without adapters."""
         assert step.adapters is not None
         there = distinct(step.adapters)
-        numbers = {one: i for i, one in enumerate(there, 1)}
-        own = [0 if one is None else numbers[one] for one in step.adapters]
-        rows = np.zeros(len(step.input_ids), np.int32)
-        rows[: step.cu_seqlens_q[-1]] = np.repeat(own, np.diff(step.cu_seqlens_q))
+        rows = row_numbers(step.adapters, step.cu_seqlens_q, len(step.input_ids))
         if there not in self._kept:
             self._kept[there] = self._side_by_side(there)
         self._kept.move_to_end(there)
@@ -56,9 +53,7 @@ class AdapterFeeds:
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for name in [x for x in self._shapes if x.endswith(f"{MARK}a")]:
             of_map = name.removesuffix(f"{MARK}a")
-            parts = [
-                (i, x.maps[of_map]) for i, x in enumerate(there, 1) if of_map in x.maps
-            ]
+            parts = [(x.number, x.maps[of_map]) for x in there if of_map in x.maps]
             arrays |= self._map(of_map, parts)
         return {
             name: _value(self._typed(array))

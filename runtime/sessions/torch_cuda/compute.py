@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvlathe.plan.adapter_maps import ADAPTERS_FILE
 from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
@@ -27,7 +28,7 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
-from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.session import AdaptingSession, TorchSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import (
     CompactingSession,
     EvictingSession,
@@ -49,7 +50,8 @@ def open_session(
     """
     device, library = TorchDevice(), cuda_library("the cuda backend")
     wiring, tensors = read_decoder(folder, DECODER_FILE, "cuda")
-    decoder = TorchDecoder(wiring, tensors, NativeRows(library))
+    adapts = (folder / ADAPTERS_FILE).is_file()
+    decoder = TorchDecoder(wiring, tensors, NativeRows(library), adapts=adapts)
     return session_of(device, library, decoder, plan, limits, arena_bytes)
 
 
@@ -66,10 +68,14 @@ def session_of(
     compute = compute_of(device, library, decoder, plan, limits, pool)
     if plan.stages:
         return StagedSession(device, library, plan, limits, pool, compute)
-    session = TorchSession
+    given = device, library, plan, limits, pool, compute
+    if plan.index.ranked:
+        return EvictingSession(*given)
     if plan.index.moves_tokens:
-        session = EvictingSession if plan.index.ranked else CompactingSession
-    return session(device, library, plan, limits, pool, compute)
+        return CompactingSession(*given)
+    if decoder.adapted:
+        return AdaptingSession(*given, decoder)
+    return TorchSession(*given)
 
 
 def compute_of(
@@ -129,6 +135,7 @@ class TorchCompute:
             inputs = self.decoder.inputs(step.input_ids, x)
         attend = partial(self.attention.run, calls)
         memories = None if step.states is None else step.states.of_layer
+        self.decoder.adapter_rows.begin(step.adapters)
         given = attend, rows, memories, inputs
         return self.decoder.run(x, step.positions, layers, *given)
 

@@ -61,14 +61,15 @@ class StepInputs:
 @dataclass(frozen=True, eq=False)
 class TorchStep:
     """A step as the decoder takes it: ``input_ids`` and ``positions`` int32 [T],
-    ``logit_rows`` int32 [R], what its ``attention`` reads, and its ``states``, where
-    layers keep some."""
+    ``logit_rows`` int32 [R], what its ``attention`` reads, its ``states``, where layers
+    keep some, and the ``adapters`` of its rows, int32 [T], where there are any."""
 
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     attention: StepInputs
     states: StepStates | None = None
+    adapters: Tensor | None = None
 
     @classmethod
     def of(cls, step: StepArrays, outputs: Bindings | None = None) -> TorchStep:
@@ -104,6 +105,7 @@ class TorchStep:
             arrays["logit_rows"],
             attention,
             states,
+            arrays.get("adapters"),
         )
 
 

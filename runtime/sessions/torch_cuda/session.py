@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from kvlathe.runtime.sessions.gpu.device import DeviceArray
+from kvlathe.base.memory import LESS_MEMORY, within_memory
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.sessions.adapters import LoadedAdapter, distinct
+from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
-from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.gpu.session import Compute, DeviceSession
 from kvlathe.runtime.sessions.protocols import (
     Capability,
     Choose,
@@ -64,3 +71,52 @@ class TorchSession(DeviceSession):
         # Where the logits were no numbers there is no token: the sequence ends.
         sampled = self._tokens[rows.clamp(min=0)].clamp(min=0)
         ids.copy_(torch.where(rows >= 0, sampled, ids))
+
+
+class Adaptable(Protocol):
+    """A decoder that adds what adapters do."""
+
+    def load_adapters(self, adapters: Sequence[LoadedAdapter]) -> None:
+        """Have these adapters, and no others."""
+        ...
+
+
+class AdaptingSession(TorchSession):
+    """A TorchSession whose steps may have LoRA adapters. Those that somebody still has
+    stay on the GPU: when another one is taken, the others are left out, and the graphs
+    of steps with adapters are captured again."""
+
+    capabilities: frozenset[Capability] = TorchSession.capabilities.union(("adapters",))
+
+    def __init__(
+        self,
+        device: Device,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        limits: Limits,
+        pool: DeviceArray,
+        compute: Compute,
+        decoder: Adaptable,
+    ) -> None:
+        super().__init__(device, library, plan, limits, pool, compute)
+        self._decoder = decoder
+        self._adapters: WeakSet[LoadedAdapter] = WeakSet()
+
+    def launch(self, step: StepPlan) -> DeviceArray:
+        """As DeviceSession.launch. Takes adapters that it does not have, as it has none
+        after a sleep."""
+        for adapter in distinct(step.adapters or ()):
+            self.take_adapter(adapter)
+        return super().launch(step)
+
+    def take_adapter(self, adapter: LoadedAdapter) -> None:
+        if adapter in self._adapters:
+            return
+        self.forget_graphs_of_adapters()
+        there = distinct([*self._adapters, adapter])
+        fact = f"there is no memory for the adapter {adapter.name}"
+        within_memory(partial(self._decoder.load_adapters, there), fact, LESS_MEMORY)
+        self._adapters.add(adapter)
+
+    def drop_adapter(self, adapter: LoadedAdapter) -> None:
+        """Its memory comes back when the next one is taken and no sequence has it."""

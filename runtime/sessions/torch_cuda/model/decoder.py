@@ -11,7 +11,7 @@ Sizes: T packed tokens of a step, R logit rows, D hidden size, d head dim, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,11 +32,15 @@ from kvlathe.layers.mixers import MixerMemory, Mixing, mix
 from kvlathe.layers.rows import Rows, xielu
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import LayerWiring, Wiring
+from kvlathe.runtime.sessions.adapters import LoadedAdapter
+from kvlathe.runtime.sessions.torch_cuda.model.adapters import AdaptedMap, AdapterRows
 from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
 from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import experts_map
 from kvlathe.runtime.sessions.torch_cuda.model.latent import LatentMaps
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
+    LayerMap,
     Linear,
+    QkvMaps,
     beside,
     has_map,
     output_map,
@@ -82,8 +86,10 @@ class TorchDecoder:
         rows: Rows | None = None,
         group: ShardGroup = ONE_SHARD,
         first_token: int = 0,
+        adapts: bool = False,
     ) -> None:
         """``rows``: norms and gated activations, torch's where it is not given.
+        ``adapts``: whether adapters may be loaded.
         ``group``: the shards of the weights, of which ``tensors`` are one;
         ``first_token``: of this shard's part of the vocabulary."""
         rows = rows or FusedRows()
@@ -93,6 +99,11 @@ class TorchDecoder:
             for i in range(len(wiring.scales))
         ]
         self.layer_inputs = inputs_of(wiring, rows, tensors)
+        self.adapter_rows = AdapterRows()
+        self.adapted: list[AdaptedMap] = []
+        if adapts:
+            for i, layer in enumerate(self.layers):
+                self.adapted += layer.adapted(f"layers.{i}.", self.adapter_rows)
         self.embed = tensors["embed.weight"]
         self.positions = tensors.get("positions.weight")
         head = tensors.get("head.weight")
@@ -101,6 +112,12 @@ class TorchDecoder:
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
         self.ropes = _ropes(_taken(tensors, "rope."))
         self._firsts = _first_numbers(wiring)
+
+    def load_adapters(self, adapters: Sequence[LoadedAdapter]) -> None:
+        """Have these adapters, and no others."""
+        self.adapter_rows.device = self.embed.device
+        for one in self.adapted:
+            one.load(adapters, self.embed.dtype)
 
     @property
     def sinks(self) -> list[Tensor]:
@@ -152,6 +169,8 @@ class TorchDecoder:
         ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i in layers:
             leave = rows if i == layers[-1] else None
+            if leave is not None:
+                self.adapter_rows.leave(leave)
             rope = angles[ropes[i]]
             memory = None
             if memories is not None and self.wiring.mixing and i in self._firsts:
@@ -202,6 +221,12 @@ def _first_numbers(wiring: Wiring) -> dict[int, int]:
 
 class _Layer:
     """One layer; ``tensors`` by role."""
+
+    out_gate: LayerMap | None
+    qkv_maps: LatentMaps | QkvMaps
+    o: LayerMap
+    gate_up_map: LayerMap
+    down: LayerMap | None
 
     def __init__(
         self,
@@ -259,9 +284,40 @@ class _Layer:
     ) -> None:
         self.out_gate, self.whole_heads = _out_gates(wiring, layer, tensors, product)
         self.caches = has_map(tensors, "k")
-        self.qkv_maps = _qkv_of(wiring, self.rows, tensors, product)
+        if wiring.latent is None:
+            self.qkv_maps = QkvMaps(tensors, ALIGNMENT, product)
+        else:
+            given = wiring.latent, self.rows, tensors, product, ALIGNMENT
+            self.qkv_maps = LatentMaps(*given)
         self.turns = wiring.latent is not None or self.norm_after_rope
         self.o = output_map(tensors, "o", self.group, product)
+
+    def adapted(self, at: str, rows: AdapterRows) -> list[AdaptedMap]:
+        """Have maps that take adapters, in place of those that do not. ``at``: before
+        their names."""
+        found: list[AdaptedMap] = []
+
+        def taking(
+            own: LayerMap,
+            roles: Sequence[str],
+            widths: Sequence[int] = (),
+            early: bool = False,
+        ) -> AdaptedMap:
+            names = [f"{at}{role}" for role in roles]
+            found.append(AdaptedMap(own, names, widths, rows, early))
+            return found[-1]
+
+        if self.attends and isinstance(self.qkv_maps, QkvMaps):
+            maps = self.qkv_maps
+            maps.together = taking(maps.together, maps.roles, maps.widths, early=True)
+            self.o = taking(self.o, ["o"])
+            if self.out_gate is not None:
+                self.out_gate = taking(self.out_gate, ["out_gate"])
+        if self.down is not None:
+            roles = ["gate", "up"] if self.is_gated else ["up"]
+            self.gate_up_map = taking(self.gate_up_map, roles, self.gate_up_widths)
+            self.down = taking(self.down, ["down"])
+        return found
 
     def __call__(
         self,
@@ -333,31 +389,13 @@ class _Layer:
 
 def _out_gates(
     wiring: Wiring, layer: int, tensors: dict[str, Tensor], product: Product
-) -> tuple[RowMap | None, RowMap]:
+) -> tuple[LayerMap | None, RowMap]:
     """The map of gates, and what turns attention's output back before them."""
     lift = _taken(tensors, "lift.")
     if not lift:
         return None, lambda o: o
     gates, _ = beside(tensors, ["out_gate"], 1, product)
     return gates, HeadOutputs(wiring.outputs[layer], lift["weight"], lift["bias"])
-
-
-def _qkv_of(
-    wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], product: Product
-) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """x [T, D] -> q, k, v."""
-    if wiring.latent is not None:
-        return LatentMaps(wiring.latent, rows, tensors, product, ALIGNMENT)
-    roles = [role for role in ("v", "q", "k") if has_map(tensors, role)]
-    together, widths = beside(tensors, roles, ALIGNMENT, product)
-
-    def qkv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = dict(zip(roles, together(x).split_with_sizes(widths, -1), strict=False))
-        # Values may be what keys are made of; a layer may have queries alone.
-        k = parts.get("k", x)
-        return parts["q"], k, parts.get("v", k)
-
-    return qkv
 
 
 def _experts(

@@ -3,6 +3,8 @@ tensors by its role. Maps of one input are joined, so that they are one product.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,20 @@ from kvlathe.runtime.sessions.torch_cuda.model.coded import (
     taken_code,
 )
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import ShardGroup
+
+
+class LayerMap(Protocol):
+    """A linear map of a layer, or several beside each other."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x W + bias."""
+        ...
+
+    def begin(self, residual: Tensor, x: Tensor) -> Tensor:
+        """This shard's summand of ``add_to``."""
+        ...
 
 
 class Linear:
@@ -30,6 +46,10 @@ class Linear:
         """residual += x @ weight + bias, by the product itself."""
         residual.addmm_(x, self.weight)
         return residual if self.bias is None else residual.add_(self.bias)
+
+    def begin(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``add_to``: no other shard has a part of it."""
+        return self.add_to(residual, x)
 
 
 class SummedLinear(Linear):
@@ -101,3 +121,22 @@ def _codes_beside(
         for width, bias, weight in zip(widths, biases, weights, strict=True)
     ]
     return CodedLinear(weights, torch.cat(shifts), product), [*widths, 0]
+
+
+class QkvMaps:
+    """x [T, D] -> q, k, v, by one product. A layer may have queries alone."""
+
+    def __init__(
+        self, tensors: dict[str, Tensor], multiple: int, product: Product
+    ) -> None:
+        self.roles = [role for role in ("v", "q", "k") if has_map(tensors, role)]
+        both = beside(tensors, self.roles, multiple, product)
+        self.together: LayerMap = both[0]
+        self.widths = both[1]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        every = self.together(x).split_with_sizes(self.widths, -1)
+        parts = dict(zip(self.roles, every, strict=False))
+        # Values may be what keys are made of.
+        k = parts.get("k", x)
+        return parts["q"], k, parts.get("v", k)
