@@ -96,12 +96,10 @@ def check_unlike(
     compression: Compression, outline: Decision, shape: ModelShape
 ) -> None:
     """Raise KvlatheError where ``compression`` tells heads apart by their count in every
-    layer, or ranks or prices by the queries of one layer what several read."""
+    layer, or ranks by the queries of one layer what several read."""
     refused = ""
     if compression.measures_heads:
         refused = "layers have heads of unlike shapes, and it chooses among all of them"
-    elif shape.sources and compression.measured:
-        refused = "layers share caches, and forms are priced by one layer's queries"
     elif shape.sources and (outline.score or outline.compacts or outline.split):
         refused = "layers share caches, and tokens are ranked by one layer's queries"
     if refused:

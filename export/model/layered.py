@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer_runner import Captured, LayerRunner, beside, embed
+from kvlathe.export.model.shared_caches import SharedCaches
 from kvlathe.export.model.sliced_head import SlicedHead, SlopesOf
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.beside import Beside
 
 Advance = Callable[[float], None]
 """Says what further share of a pass is done."""
@@ -106,16 +107,10 @@ class LayeredModel:
         """Every layer, the last one first, with the gradients of scores of the logits of
         ``rows``. ``advance`` comes to 1 with the forward pass; the layers are another.
         Of the last layer no other rows pass the MLP."""
-        if self.spec.shape.sources:
-            raise KvlatheError(
-                "what layers lose cannot be measured one by one",
-                "some read the keys and values of others, whose gradients pass between "
-                "layers",
-                "choose a compression that measures nothing",
-            )
         states, last = self._states(ids, rows, advance)
         places = self._places(ids)
         given = beside(self._checkpoint, self._ids(ids), states[0])
+        shared = self._shared(states, places, given)
         after = self._head.pulls(last, slopes_of)  # [S, R, D]
         before = after.new_empty((len(after), *states[0].shape))  # [S, T, D]
         own_rows: Tensor | None = self._rows(rows)
@@ -126,21 +121,36 @@ class LayeredModel:
                 captured = runner.run(own, places, own_rows, given)
             pull = before.new_empty((len(before), *captured.o.shape))
             attends = self.spec.attends(layer)
-            wanted = [*([captured.o] if attends else []), *([own] if layer else [])]
+            made = [captured.hidden, *shared.made(layer)]
+            wanted = [captured.o] if attends else []
+            wanted += [*shared.read(layer), *([own] if layer else [])]
             for score, one in enumerate(after if wanted else ()):
-                found = torch.autograd.grad(
-                    captured.hidden, wanted, one, retain_graph=score + 1 < len(after)
-                )
-                if attends:
-                    pull[score] = found[0]
+                slopes = [one, *shared.slopes(layer, score)]
+                again = score + 1 < len(after)
+                found = torch.autograd.grad(made, wanted, slopes, retain_graph=again)
+                left = [*found]
                 if layer:
-                    before[score] = found[-1]
+                    before[score] = left.pop()
+                if attends:
+                    pull[score] = left.pop(0)
+                shared.add(layer, score, left)
             after, own_rows = before, None
             if not attends:
                 continue
             detached = Captured(*(x.detach() for x in captured))
-            del captured, own, wanted
+            del captured, own, wanted, made
             yield LayerPull(layer, runner, detached, pull)
+
+    def _shared(
+        self, states: Sequence[Tensor], places: Tensor, given: Beside
+    ) -> SharedCaches:
+        """Keys and values that several layers read, of what each layer reads; ``given``
+        has them afterwards."""
+        shape = self.spec.shape
+        read = [layer for layer in range(shape.layers) if shape.readers(layer) > 1]
+        for layer, runner in zip(read, self._runners(read), strict=True):
+            runner(states[layer], places, None, given)
+        return SharedCaches(shape, given)
 
     def _states(
         self, ids: Sequence[int], rows: Sequence[int], advance: Advance

@@ -103,9 +103,11 @@ def of_prices(
     its forms."""
     states = (spec.layers + 1) * (tokens + remembered) + 2 * draws * tokens
     states *= spec.hidden_size
-    lanes = (draws + 2) * tokens * spec.query_heads * spec.head_dim
+    # Layers that read another's cache wait until that one comes.
+    waiting = sum(spec.shape.source(i) != i for i in range(spec.layers))
+    lanes = (draws + 2) * tokens * spec.query_heads * spec.head_dim * (1 + waiting)
     logits = 4 * max(LOGITS_AT_ONCE, spec.vocab_size) + WEIGHTS_AT_ONCE
-    group = max(map(spec.group, range(spec.layers)))
+    group = max(spec.group(i) * spec.shape.readers(i) for i in range(spec.layers))
     forms = (6 + 2 * draws) * group * queries * tokens
     layer = _layer(spec, tokens, gradients=True)
     head = 2 * spec.vocab_size * spec.hidden_size

@@ -88,19 +88,30 @@ def observe(
     draw: torch.Generator,
     advance: Callable[[float], None],
 ) -> Iterator[ObservedLayer]:
-    """Every layer, the last one first. ``advance`` comes to 1 before the first of
-    them."""
+    """Every layer that has a cache, the last one first. Queries of all layers that read
+    it are there, as if they were more heads of its own: a change of the cache moves the
+    score by them together. ``advance`` comes to 1 before the first."""
     shape = (reading.draws, len(reading.rows))
     chance = torch.rand(shape, generator=draw, device=draw.device)
 
     def slopes_of(logits: Tensor, rows: slice) -> Slopes:
         return reading.score(logits, chance[:, rows], rows)
 
+    readers: dict[int, list[list[ObservedLane]]] = {}
     for pulled in model.pulls(reading.ids, reading.rows, slopes_of, advance):
         heads = model.spec.heads(pulled.layer).kv_heads
-        yield ObservedLayer(
-            pulled.layer, _lanes(pulled, heads), _attention(pulled, heads)
-        )
+        source = model.spec.shape.source(pulled.layer)
+        readers.setdefault(source, []).append(_lanes(pulled, heads))
+        if source == pulled.layer:
+            lanes = [_joined(own) for own in zip(*readers.pop(source), strict=True)]
+            yield ObservedLayer(source, lanes, _attention(pulled, heads))
+
+
+def _joined(readers: Sequence[ObservedLane]) -> ObservedLane:
+    """One lane as several layers read it."""
+    q = torch.cat([lane.q for lane in readers])
+    pull = torch.cat([lane.pull for lane in readers], 1)
+    return dataclasses.replace(readers[-1], q=q, pull=pull)
 
 
 def _lanes(pulled: LayerPull, heads: int) -> list[ObservedLane]:

@@ -42,6 +42,7 @@ from kvlathe.tasks.tasks import FolderEncoder
 from tests.support import stats_cases
 from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced, shuffle
+from tests.support.unlike_models import make_unlike
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
@@ -314,6 +315,34 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
         logits = reading(decoder_from(checkpoint, plan, basis)).logits(ids, range(200))
         errors.append(float((logits - expected).square().mean() / expected.var()))
     assert errors[0] < 0.01 and errors[0] < errors[2]
+
+
+def test_prices_of_a_cache_that_several_layers_read_foretell_what_all_lose(
+    tmp_path: Path,
+) -> None:
+    """Readers' losses count: the sum of prices is the divergence to a factor of 2."""
+    make_unlike(tmp_path, "narrow E2B")
+    checkpoint = Checkpoint(tmp_path)
+    spec = checkpoint.spec
+    form = dataclasses.replace(FORM, layer_windows=spec.windows)
+    words = random_sequences(spec.vocab_size, 800, 1, 200)
+    texts = [tuple(ids.tolist()) for ids in words]
+    stats = calibrate_on(checkpoint, words, 0, {}, spread=False)
+    found = measured.price(checkpoint, stats, form, brief(*texts[0]))
+    none = compose(UNCOMPRESSED, spec.shape, True, None, RankOptions(), form)
+    whole = decoder_from(checkpoint, *none)
+    for ratio in (0.5, 0.7):
+        plan, basis = measured.variant(parse("auto"), found, form).at(ratio)
+        cut = reading(decoder_from(checkpoint, plan, basis))
+        lost = 0.0
+        for ids in texts[1:]:
+            said, exact = (
+                model.logits(ids, range(200)).log_softmax(-1) for model in (cut, whole)
+            )
+            kl = (exact.exp() * (exact - said)).sum(-1).mean()
+            lost += float(kl) / len(texts[1:])
+        expected = plan.notes["expected loss"]
+        assert expected / 2 < lost < 2 * expected
 
 
 def test_a_plan_of_auto_shows_what_it_was_chosen_by() -> None:

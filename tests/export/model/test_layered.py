@@ -35,9 +35,11 @@ NAMES = (
     "cohere",
     "qwen3_moe",
     "gpt_oss",
+    "gemma4-shared",
 )
 """Families whose attention ends in a module o_proj: with windows, caps of scores and
-logits, sinks, factors, experts, tied and untied heads."""
+logits, sinks, factors, experts, tied and untied heads, caches that several layers
+read."""
 EXPERTS = ("qwen3_moe", "gpt_oss")
 """Their reference has no products of experts in float64."""
 

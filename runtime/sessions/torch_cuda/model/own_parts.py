@@ -45,7 +45,7 @@ def inputs_of(
 
 
 class LayerParts:
-    """Those of one layer. ``tensors`` by role, which are taken; ``norm`` takes a norm, and
+    """Parts of one layer. ``tensors`` by role, which are taken; ``norm`` takes a norm, and
     gives None for one that the layer lacks."""
 
     def __init__(
