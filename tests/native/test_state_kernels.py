@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,6 +35,8 @@ from kvlathe.runtime.sessions.torch_cuda.states import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
+"""An interpreter is slow."""
 HIDDEN, BEFORE, BEHIND = 16, 3, 2
 SPACE = Mixing("space", 4 * 6 + 2 * 2 * 16, 4, 4, 2, 16, 6)
 MIXINGS = {
@@ -84,7 +86,7 @@ def torchs(step: StepStates, first: int, mixing: Mixing) -> MixerMemory:
 
 @pytest.mark.parametrize("memory", [torchs, kernels])
 @pytest.mark.parametrize("name", MIXINGS)
-@settings(max_examples=5)
+@settings(max_examples=5, phases=NO_SHRINKING)
 @given(
     seed=st.integers(0, 99),
     counts=st.lists(st.sampled_from([1, 1, 2, 3, 64, 65, 150]), min_size=1, max_size=5),

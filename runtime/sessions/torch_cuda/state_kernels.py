@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvlathe.layers.mixers import LEAST_NORM, MixerParts, Mixing
+from kvlathe.layers.recurrence import ChunkProducts
 from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 triton, tl = import_module("triton"), import_module("triton.language")
@@ -27,6 +28,8 @@ else:  # Triton reads annotations, and knows no others
 
 CHANNELS, VALUES = 512, 32
 """Channels, and dims of a value, of one program."""
+LEAST = 16
+"""Dims that a product of matrices has at least."""
 WARPS = 4
 TYPES = {
     torch.float16: tl.float16,
@@ -152,6 +155,44 @@ def _head_step(channels: Tensor, channel_stride: int, gates: Tensor, gate_stride
     target = memory + tl.load(after + b) * slot_stride
     tl.store(target + tile, state, mask=inside)
     tl.store(y + (row * H + h) * DV + j, read, mask=in_value)
+# fmt: on
+
+
+# fmt: off
+@jit
+def _chunk_steps(reads: Tensor, own: Tensor, keys: Tensor, values: Tensor, left: Tensor,
+                 replaced: Tensor, y: Tensor, states: Tensor, firsts: Tensor,
+                 counts: Tensor, H: constexpr, C: constexpr, DK: constexpr,
+                 DV: constexpr, IS_DELTA: constexpr, KEYS: constexpr,
+                 BLOCK: constexpr) -> None:
+    """The chunks of one sequence, one head, some dims of its values, one after the other:
+    as ``ChunkProducts.run``."""
+    s, h = tl.program_id(0), tl.program_id(1)
+    i, j = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.arange(0, C)
+    in_key, in_value = i[None, :] < DK, j[None, :] < DV
+    state_at = states + ((s * H + h) * DK + i[:, None]) * DV + j[None, :]
+    in_state = (i[:, None] < DK) & in_value
+    state = tl.load(state_at, mask=in_state, other=0.0)
+    count = tl.load(counts + s)
+    step = count * 0
+    while step < count:
+        rows = ((tl.load(firsts + step) + s) * H + h) * C + t[:, None]
+        by_key, by_value = rows * DK + i[None, :], rows * DV + j[None, :]
+        value = tl.load(values + by_value, mask=in_value, other=0.0)
+        if IS_DELTA:
+            gone = tl.load(replaced + by_key, mask=in_key, other=0.0)
+            value -= tl.dot(gone, state, input_precision="tf32x3")
+        read = tl.load(reads + by_key, mask=in_key, other=0.0)
+        out = tl.dot(read, state, input_precision="tf32x3")
+        among = tl.load(own + rows * C + t[None, :])
+        out += tl.dot(among, value, input_precision="tf32x3")
+        tl.store(y + by_value, out, mask=in_value)
+        key = tl.load(keys + by_key, mask=in_key, other=0.0)
+        state *= tl.load(left + (tl.load(firsts + step) + s) * H + h)
+        state += tl.dot(tl.trans(key), value, input_precision="tf32x3")
+        step += 1
+    tl.store(state_at, state, mask=in_state)
 # fmt: on
 
 
@@ -301,3 +342,28 @@ def gate_norm(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Ten
         num_warps=min(16, max(1, block // 256)),
     )
     return out
+
+
+def chunk_steps(
+    products: ChunkProducts, states: Tensor, firsts: Tensor, counts: Tensor
+) -> Tensor:
+    """Run the chunks of S sequences, whose ``states`` [S, H, dk, dv] become those after:
+    what queries read [N, H, C, dv]. Chunk ``firsts[i] + s`` is the i-th of sequence s,
+    which has ``counts[s]``."""
+    given = products.reads, products.own, products.keys, products.values, products.left
+    reads, own, keys, values, left = (one.contiguous() for one in given)
+    replaced = reads if products.replaced is None else products.replaced.contiguous()
+    y = torch.empty_like(values)
+    sequences, heads, key_dim, value_dim = states.shape
+    _chunk_steps[(sequences, heads, triton.cdiv(value_dim, LEAST))](
+        *(reads, own, keys, values, left, replaced, y, states, firsts, counts),
+        H=heads,
+        C=values.shape[2],
+        DK=key_dim,
+        DV=value_dim,
+        IS_DELTA=products.replaced is not None,
+        KEYS=max(LEAST, triton.next_power_of_2(key_dim)),
+        BLOCK=LEAST,
+        num_warps=WARPS,
+    )
+    return y

@@ -31,7 +31,12 @@ from kvlathe.layers.mixers import (
     head_rows,
     with_skip,
 )
-from kvlathe.layers.recurrence import CHUNK, chunk_products, recur_once
+from kvlathe.layers.recurrence import (
+    CHUNK,
+    ChunkProducts,
+    chunk_products,
+    recur_once,
+)
 from kvlathe.runtime.sessions.gpu.states import NOBODY
 from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 
@@ -222,20 +227,28 @@ class SomeTokens(_Slots):
         outputs: list[Tensor] = []
         first = 0
         for widths in _pieces(places.widths):
-            count = sum(widths)
-            at = places.chunk_rows[first * CHUNK : (first + count) * CHUNK]
-            products = chunk_products(*self._cut(rows, at))
-            end = 0
-            for width in widths:
-                part = products.part(slice(end, end + width))
-                y, after = part.run(states[:width])
-                states[:width] = after
-                outputs.append(y)
-                end += width
-            first += count
+            end = first + sum(widths)
+            rows_of = places.chunk_rows[first * CHUNK : end * CHUNK]
+            products = chunk_products(*self._cut(rows, rows_of))
+            outputs.append(self.run_chunks(products, widths, states))
+            first = end
         self.keep_matrices(states, places.longer)
         found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
         return found.index_select(0, places.taken)
+
+    def run_chunks(
+        self, products: ChunkProducts, widths: Sequence[int], states: Tensor
+    ) -> Tensor:
+        """[N, H, CHUNK, dv]: what queries of so many chunks each time read. ``states``
+        become those after."""
+        outputs: list[Tensor] = []
+        first = 0
+        for width in widths:
+            part = products.part(slice(first, first + width))
+            y, states[:width] = part.run(states[:width])
+            outputs.append(y)
+            first += width
+        return torch.cat(outputs)
 
     def _cut(
         self, rows: HeadRows, at: Tensor
@@ -253,8 +266,8 @@ class SomeTokens(_Slots):
 
 
 class KernelTokens(SomeTokens):
-    """A MixerMemory of any step by Triton's kernels (state_kernels.py). Longer sequences
-    are computed by torch's products."""
+    """A MixerMemory of any step by Triton's kernels (state_kernels.py); products that need
+    no state are torch's."""
 
     @property
     def _slots(self) -> tuple[Tensor, Tensor]:
@@ -289,6 +302,17 @@ class KernelTokens(SomeTokens):
             given = mixing, parts, channels, gates, y, self._matrices, self._slots
             state_kernels.head_step(*given, (places.single, places.single_rows))
         return y
+
+    def run_chunks(
+        self, products: ChunkProducts, widths: Sequence[int], states: Tensor
+    ) -> Tensor:
+        from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+        order = np.arange(len(states))
+        counts = (np.array(widths)[:, None] > order).sum(0)
+        firsts = np.cumsum([0, *widths[:-1]])
+        on = [int64_on(one, states.device) for one in (firsts, counts)]
+        return state_kernels.chunk_steps(products, states, on[0], on[1])
 
     def gated(
         self, mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor
