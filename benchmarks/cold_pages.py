@@ -1,12 +1,14 @@
-"""Bytes that codecs save of real pages, and their speed on one core.
+"""Bytes that coders save of real pages, and their speed on one core.
 
     python -m benchmarks.cold_pages [--model DIR ...] [--only REQUEST ...] [--pages 32]
 
 Every request is built, and windows of ``data/eval_text.jsonl`` go through its cache. The
-pages that its last bucket then holds (sealed ones, where the plan seals) are encoded one
-by one, decoded and compared. "split": as runtime/cache/cold.py gathers a page's bytes;
-the others read the page as it lies. Codecs that are not installed are left out:
-``pip install zstandard lz4 constriction``. One table and one JSON line a model.
+pages that its buckets of codes then hold (all, where it has none) are encoded one by one,
+decoded and compared. "ours": runtime/cache/cold.py. "planes, zstd 1": the same planes of
+bytes, each a zstd frame; gathering them is not timed. The others read a page as it lies,
+blosc2 with its bits shuffled. ``bfloat16``: the pages of ``none``, their numbers rounded.
+Coders that are not installed are left out: ``pip install zstandard lz4 blosc2 zipnn
+constriction``. One table and one JSON line a model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,13 +34,16 @@ from kvlathe.engines.build import build
 from kvlathe.engines.config import BuildConfig
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.runtime.cache.cold import ZstdPages
+from kvlathe.runtime.cache.cold import parts_of
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native.coding import Coder, Part, coding_library
 from kvlathe.tasks import tasks
 
+BFLOAT16 = "bfloat16"
 REQUESTS = (
     "none",
+    BFLOAT16,
     "hack:bits=8",
     "hack:bits=4",
     "hack:bits=3",
@@ -46,28 +51,38 @@ REQUESTS = (
     "hack:bits=4,levels=normal",
     "hack:bits=2,levels=normal",
     "kivi:bits=2",
+    "auto",
 )
-COLUMNS = ("request", "bytes a page", "codec", "saved", "encode GB/s", "decode GB/s")
+RATIO = 0.9
+"""The part of the bytes that ``auto`` removes."""
+COLUMNS = (
+    "request", "bytes a page", "coder", "saved", "ratio", "encode GB/s", "decode GB/s"
+)  # fmt: skip
 ROUNDS = 8
 WINDOWS, TOKENS = 2, 2048
 
-Coder = Callable[[bytes], bytes]
-Codec = tuple[Coder, Coder]
+Page = tuple[int, bytes]
+"""A page and its bucket."""
+Encode = Callable[[int, bytes], Any]
+Decode = Callable[[int, Any], bytes]
+Codec = tuple[Encode, Decode]
 
 
-def pages_of(
-    model: Path, request: str, folder: Path
-) -> tuple[CacheLayout, int, list[bytes]]:
-    """The layout, a bucket, and that bucket's pages after text went through."""
-    built = build(BuildConfig(model, folder / "engine", request, workers=1))
-    kept: dict[int, list[bytes]] = {}
-    with LLM.load(built, threads=1) as llm:
+def pages_of(model: Path, request: str, folder: Path) -> tuple[CacheLayout, list[Page]]:
+    """The layout and the pages of a cache after text went through: those of codes, where
+    there are any."""
+    ratio = RATIO if request == "auto" else None
+    config = BuildConfig(
+        model, folder / "engine", request, compression_ratio=ratio, workers=1
+    )
+    kept: list[Page] = []
+    with LLM.load(build(config), threads=1) as llm:
         release = llm.pool.release
 
         def keep(table: PageTable) -> None:
             for bucket, ids in enumerate(table.pages):
-                pages = kept.setdefault(bucket, [])
-                pages += [llm.session.read_page(bucket, page) for page in ids]
+                for page in ids:
+                    kept.append((bucket, llm.session.read_page(bucket, page)))
             release(table)
 
         llm.pool.release = keep  # a bench may look
@@ -76,54 +91,140 @@ def pages_of(
         eos = llm.tokenizer.eos_ids[0]
         for window in tasks.windows(documents, eos, WINDOWS, TOKENS):
             llm.logits(window, [len(window) - 1])
-        bucket = max(bucket for bucket, pages in kept.items() if pages)
-        return llm.layout, bucket, kept[bucket]
+        buckets = llm.plan.index.buckets
+        coded = [page for page in kept if buckets[page[0]].tier.is_coded]
+        return llm.layout, coded or kept
 
 
-def codecs(layout: CacheLayout, bucket: int) -> Iterator[tuple[str, Codec]]:
-    """Every codec that is installed, by its name in the table."""
+def rounded(page: bytes) -> bytes:
+    """IEEE halves as bfloat16, to the nearest, of two the even one."""
+    bits = np.frombuffer(page, np.float16).astype(np.float32).view(np.uint32)
+    up = (bits >> 16 & 1) + 0x7FFF
+    return ((bits + up) >> 16).astype(np.uint16).tobytes()
+
+
+def turned(part: Part) -> Part:
+    return Part(part.rows, part.width, 1, part.matrices)
+
+
+def one_by_one(encode: Callable[[bytes], Any], decode: Callable[[Any], bytes]) -> Codec:
+    """A coder that reads a page as it lies."""
+    return lambda _, page: encode(page), lambda _, data: decode(data)
+
+
+def codecs(layout: CacheLayout, brain: bool, width: int) -> Iterator[tuple[str, Codec]]:
+    """Every coder that is installed, by its name in the table. ``brain``: pages hold
+    bfloat16; ``width``: bytes of most numbers."""
+    sizes = layout.page_stride
+    parts = [parts_of(layout, bucket) for bucket in range(len(sizes))]
+    if brain:
+        parts = [[*map(turned, own)] for own in parts]
+    library = coding_library()
+    ours = [Coder(library, *of) for of in zip(parts, sizes, strict=True)]
+    yield (
+        "ours",
+        (
+            lambda bucket, page: ours[bucket].encode(np.frombuffer(page, np.uint8)),
+            lambda bucket, data: ours[bucket].decode(data),
+        ),
+    )
     if find_spec("zstandard"):
-        import zstandard
-
-        for level in (1, 3, 9):
-            coder = zstandard.ZstdCompressor(level=level)
-            decoder = zstandard.ZstdDecompressor()
-            yield f"zstd {level}", (coder.compress, decoder.decompress)
-        for level in (1, 3, 9):
-            split = ZstdPages(layout, level)
-            encode = functools.partial(split.encode, bucket)
-            yield (
-                f"split, zstd {level}",
-                (encode, functools.partial(split.decode, bucket)),
-            )
+        zstd = import_module("zstandard")
+        for level in (1, 9):
+            coder = zstd.ZstdCompressor(level=level)
+            decoder = zstd.ZstdDecompressor()
+            yield f"zstd {level}", one_by_one(coder.compress, decoder.decompress)
     if find_spec("lz4"):
         block = import_module("lz4.block")
-        yield "lz4", (block.compress, block.decompress)
-    yield "deflate 6", (zlib.compress, zlib.decompress)
+        yield "lz4", one_by_one(block.compress, block.decompress)
+    yield "deflate 6", one_by_one(zlib.compress, zlib.decompress)
+    if find_spec("blosc2"):
+        blosc = import_module("blosc2")
+        options = {"filter": blosc.Filter.BITSHUFFLE, "codec": blosc.Codec.ZSTD}
+        shuffled = functools.partial(
+            blosc.compress, typesize=width, clevel=1, **options
+        )
+        blosc.set_nthreads(1)
+        yield "blosc2, bits, zstd 1", one_by_one(shuffled, blosc.decompress)
+    if find_spec("zipnn") and width > 1:
+        kind = BFLOAT16 if brain else "float16"
+        zipped = import_module("zipnn").ZipNN(bytearray_dtype=kind, threads=1)
+        yield (
+            "zipnn",
+            one_by_one(
+                lambda page: bytes(zipped.compress(bytearray(page))),  # it writes there
+                lambda data: bytes(zipped.decompress(data)),
+            ),
+        )
 
 
-def best(work: Callable[[], list[bytes]]) -> tuple[list[bytes], float]:
-    """The result of ``work``, and the seconds of one core in its fastest round."""
-    done: list[bytes] = []
-    seconds = float("inf")
-    for _ in range(ROUNDS):
-        started = time.thread_time()
-        done = work()
-        seconds = min(seconds, time.thread_time() - started)
-    return done, seconds
+def planes_of(page: bytes, parts: Sequence[Part]) -> list[bytes]:
+    """The planes of a page that runtime/cache/cold.py gathers, numbers not turned."""
+    whole = np.frombuffer(page, np.uint8)
+    found: list[bytes] = []
+    for part in parts:
+        row = np.arange(part.rows)[:, None]
+        places = [
+            (m.at + row * m.row_stride + np.arange(m.columns) * m.column_stride).ravel()
+            for m in part.matrices
+        ]
+        numbers = np.concatenate(places)
+        found += [whole[numbers + i].tobytes() for i in range(part.width)]
+    return found
 
 
-def row(codec: Codec, pages: list[bytes]) -> dict[str, float]:
-    encode, decode = codec
-    whole = sum(map(len, pages))
-    coded, encoding = best(lambda: [encode(page) for page in pages])
-    plain, decoding = best(lambda: [decode(page) for page in coded])
-    assert plain == pages
+def zstd_of_planes(layout: CacheLayout, pages: list[Page]) -> dict[str, float]:
+    """Frames of a page's planes, or the planes where those are not larger."""
+    zstd = import_module("zstandard")
+    coder, decoder = zstd.ZstdCompressor(level=1), zstd.ZstdDecompressor()
+    planes = [
+        plane
+        for bucket, page in pages
+        for plane in planes_of(page, parts_of(layout, bucket))
+    ]
+    frames, encoding = best(coder.compress, planes)
+    _, decoding = best(decoder.decompress, frames)
+    least = [min(len(a), len(b)) for a, b in zip(frames, planes, strict=True)]
+    whole = sum(len(page) for _, page in pages)
+    return saving(whole, sum(least), encoding, decoding)
+
+
+def saving(
+    whole: int, coded: int, encoding: float, decoding: float
+) -> dict[str, float]:
     return {
-        "saved": 1 - sum(map(len, coded)) / whole,
+        "saved": 1 - coded / whole,
+        "ratio": whole / coded,
         "encode GB/s": whole / encoding / 1e9,
         "decode GB/s": whole / decoding / 1e9,
     }
+
+
+def best(work: Callable[[Any], Any], items: Sequence[Any]) -> tuple[list[Any], float]:
+    """Return what ``work`` makes of each item, and the seconds of one core: of each the fastest
+    round."""
+    done: list[Any] = []
+    seconds = 0.0
+    for item in items:
+        times: list[float] = []
+        for _ in range(ROUNDS):
+            started = time.process_time()
+            made = work(item)
+            times.append(time.process_time() - started)
+            del made
+        seconds += min(times)
+        done.append(work(item))
+    return done, seconds
+
+
+def row(codec: Codec, pages: list[Page]) -> dict[str, float]:
+    encode, decode = codec
+    coded, encoding = best(lambda page: encode(*page), pages)
+    pairs = [(bucket, data) for (bucket, _), data in zip(pages, coded, strict=True)]
+    plain, decoding = best(lambda pair: decode(*pair), pairs)
+    assert plain == [page for _, page in pages]
+    whole = sum(map(len, plain))
+    return saving(whole, sum(map(len, coded)), encoding, decoding)
 
 
 def codes_of(layout: CacheLayout, bucket: int, pages: list[bytes]) -> npt.NDArray[Any]:
@@ -155,36 +256,44 @@ def by_channel(
         counts = np.bincount(channel, minlength=levels) + 0.5
         model = stream.model.Categorical(counts / counts.sum(), perfect=False)
         symbols = channel.astype(np.int32)
-        started = time.thread_time()
+        started = time.process_time()
         coder = stream.stack.AnsCoder()
         coder.encode_reverse(symbols, model)
-        encoding += time.thread_time() - started
+        encoding += time.process_time() - started
         words += coder.num_words()
-        started = time.thread_time()
+        started = time.process_time()
         again = coder.decode(model, len(symbols))
-        decoding += time.thread_time() - started
+        decoding += time.process_time() - started
         assert np.array_equal(again, symbols)
     whole = codes.size * bits / 8
-    return {
-        "saved": 1 - 4 * words / whole,
-        "encode GB/s": whole / encoding / 1e9,
-        "decode GB/s": whole / decoding / 1e9,
-    }
+    return saving(int(whole), 4 * words, encoding, decoding)
 
 
 def measured(model: Path, request: str, count: int) -> Iterator[dict[str, Any]]:
     """Rows of one request: ``count`` pages from the middle of what was kept."""
+    brain = request == BFLOAT16
     with tempfile.TemporaryDirectory() as scratch:
-        layout, bucket, pages = pages_of(model, request, Path(scratch))
+        layout, pages = pages_of(model, "none" if brain else request, Path(scratch))
     first = max(0, (len(pages) - count) // 2)
     pages = pages[first : first + count]
-    about = {"request": request, "bytes a page": len(pages[0])}
-    for name, codec in codecs(layout, bucket):
-        yield {**about, "codec": name, **row(codec, pages)}
+    bucket = pages[0][0]
+    if brain:
+        pages = [(at, rounded(page)) for at, page in pages]
+    size = round(sum(len(page) for _, page in pages) / len(pages))
+    about = {"request": request, "bytes a page": size}
     keys = layout.plan.index.buckets[bucket].tier.k
-    if find_spec("constriction") and keys.along_rank and keys.bits in (2, 4, 8):
-        found = by_channel(layout, bucket, pages)
-        yield {**about, "codec": "K's codes, ANS by channel", **found}
+    for name, codec in codecs(layout, brain, keys.unit_bytes):
+        yield {**about, "coder": name, **row(codec, pages)}
+    if find_spec("zstandard"):
+        yield {**about, "coder": "planes, zstd 1", **zstd_of_planes(layout, pages)}
+    if (
+        request != "auto"
+        and find_spec("constriction")
+        and keys.along_rank
+        and keys.bits in (2, 4, 8)
+    ):
+        found = by_channel(layout, bucket, [page for _, page in pages])
+        yield {**about, "coder": "K's codes, ANS by channel", **found}
 
 
 @click.command()
@@ -192,7 +301,7 @@ def measured(model: Path, request: str, count: int) -> Iterator[dict[str, Any]]:
 @click.option("--only", multiple=True, help="Requests.")
 @click.option("--pages", default=32, show_default=True)
 def main(models: tuple[Path, ...], only: tuple[str, ...], pages: int) -> None:
-    """Measure codecs on pages of several formats."""
+    """Measure coders on pages of several formats."""
     log.setLevel("ERROR")
     for model in models:
         rows: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ from kvlathe.engines.build import build
 from kvlathe.engines.config import BuildConfig
 from kvlathe.export.model.spec import read_spec
 from kvlathe.plan.codec import matrices
-from kvlathe.runtime.cache.cold import ZstdPages
+from kvlathe.runtime.cache.cold import CodedPages
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.forced import ForcedText
 from kvlathe.tasks import tasks
@@ -52,7 +52,7 @@ SCALES = 32
 CALIBRATION = 4
 """Windows of calibration text."""
 BESIDE = ("hack:bits=4", "duo:share=0.25+hack:bits=4", "auto@0.9")
-COLUMNS = ("stored as", "stored", "stored, zstd", "attends", "perplexity ratio")
+COLUMNS = ("stored as", "stored", "stored, coded", "attends", "perplexity ratio")
 
 
 class Prompt(ForcedText):
@@ -343,12 +343,12 @@ def main(
             for i, request in enumerate(("none", *beside)):
                 with engine(model, request, folder / f"engine{i}") as llm:
                     sums, seen = scored(llm, windows)
-                    codec = ZstdPages(llm.layout)
+                    codec = CodedPages(llm.layout)
                     pages = [pair for of_prompt in seen for pair in of_prompt]
                     line = {
                         "stored as": request,
                         "stored": sum(len(data) for _, data in pages) / whole,
-                        "stored, zstd": sum(len(codec.encode(*x)) for x in pages)
+                        "stored, coded": sum(len(codec.encode(*x)) for x in pages)
                         / whole,
                         "attends": "yes",
                         "perplexity ratio": sums.perplexity / plain,

@@ -33,7 +33,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.block_store import StoreSizes, open_stores
-from kvlathe.runtime.cache.cold import ColdPages, PageCodec, ZstdPages
+from kvlathe.runtime.cache.cold import CodedPages, ColdPages, PageCodec
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
@@ -234,7 +234,7 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the library for it is missing.
         """
         refuse_shards(self.plan)
-        self._cold = ZstdPages(self.layout)
+        self._cold = CodedPages(self.layout)
         self._use(self.session)
         prefixes = self.engine.scheduler.prefixes
         if prefixes and prefixes.stores:

@@ -58,7 +58,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "text": set(),
         "native": set(),
         "sessions": {"native", "text"},
-        "cache": {"sessions"},
+        "cache": {"native", "sessions"},
         "scheduling": {"cache", "sessions", "text"},
         "drafting": {"cache", "scheduling", "sessions", "text"},
         "requests": {"cache", "scheduling", "sessions", "text"},

@@ -1,46 +1,32 @@
-"""Cold pages: sealed pages in fewer bytes while nobody attends them, bit-exact.
+"""Cold pages: pages in fewer bytes while nobody attends them, bit-exact.
 
-    page     | K codes, V codes, scales of every lane, and what lies between |   as the layout says
-    parts    K codes | V codes | scales by side, low bytes and high | the rest       alike numbers lie together
-    encoded  version, a length for each part, the parts                         zstd, or as they are
+    page      | K and V, and the metadata of codes, of every lane |                as the layout says
+    part      numbers of one kind: K | V | scales | minima | sums | the rest
+    plane     byte i of a part's numbers, a column for each channel
+    coded     version, a length for each plane, the planes: Huffman codes, or as they are
 
-An entropy coder has one table for a block. So numbers of one kind are gathered before it:
-codes of keys have another histogram than those of values, and of a 16-bit number only the
-high byte has one at all. ``PageCodec`` is what a store needs of it: host memory today, a
-disk or a wire just so.
+An entropy coder has one table for what it codes at once. So numbers of one kind are gathered
+first, and columns that are alike share a table: plugins_cpp/src/cpu/coding.cc has the format.
+``PageCodec`` is what a store needs of it: host memory today, a disk or a wire just so.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from importlib.util import find_spec
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.base.extras import pip_install
 from kvlathe.plan.codec import PageMatrix, matrices
+from kvlathe.plan.formats import Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.runtime.native.coding import Coder, Matrix, Part, coding_library
 from kvlathe.runtime.sessions.protocols import PageMover, State
 
-Bytes = npt.NDArray[np.uint8]
-Range = tuple[int, int]
-"""Bytes [first, end) of a page."""
-VERSION = 1
-LEVEL = 1
-"""The level of zstd. Higher ones save a hundredth more and take several times as
-long."""
-AS_IT_IS = 1 << 31
-"""In a part's length: its bytes are not coded."""
-
-
-ZSTD = "zstd"
-"""The coding of pages that ZstdPages encoded."""
+CODING = "columns"
+"""The coding of pages that CodedPages encoded."""
 
 
 class PageCodec(Protocol):
@@ -59,196 +45,118 @@ class PageCodec(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Part:
-    """Numbers of one kind: ``ranges`` of a page of ``stride`` bytes, ascending, and the
-    ``width`` of a number in bytes. Byte i of all numbers is a plane."""
+@dataclass
+class Gathered:
+    """Matrices of one kind, those of equally many rows together."""
 
-    ranges: tuple[Range, ...]
     width: int
-    stride: int
+    turn: int = 0
+    by_rows: dict[int, list[Matrix]] = field(default_factory=dict)
 
-    @cached_property
-    def plane_bytes(self) -> int:
-        return sum(end - first for first, end in self.ranges) // self.width
+    def add(self, rows: int, matrix: Matrix) -> None:
+        self.by_rows.setdefault(rows, []).append(matrix)
 
-    @cached_property
-    def _is_even(self) -> bool:
-        """Whether the page is a table that has this part in some of its columns: lanes
-        of one shape. One copy then moves a plane."""
-        count = len(self.ranges)
-        row = self.stride // count
-        first, end = self.ranges[0]
-        expected: list[Range] = []
-        for i in range(count):
-            before = i * row
-            expected.append((first + before, end + before))
-        if row * count != self.stride:
-            return False
-        return list(self.ranges) == expected
-
-    def plane(self, page: Bytes, i: int) -> list[Bytes]:
-        """Views of a page that together are plane i."""
-        if self._is_even:
-            first, end = self.ranges[0]
-            return [page.reshape(len(self.ranges), -1)[:, first + i : end : self.width]]
-        views: list[Bytes] = []
-        for first, end in self.ranges:
-            views.append(page[first + i : end : self.width])
-        return views
+    @property
+    def parts(self) -> Iterator[Part]:
+        for rows, found in sorted(self.by_rows.items()):
+            yield Part(rows, self.width, self.turn, tuple(found))
 
 
 def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
     """The parts of a bucket's pages. Together they are every byte once."""
-    keys: list[Range] = []
-    values: list[Range] = []
-    k_scales: list[Range] = []
-    v_scales: list[Range] = []
-    for k, v in matrices(layout, bucket).values():
-        keys.append(_data(k))
-        if k.format.is_coded:
-            k_scales.append(_scales(k))
-        if v.beginning:
-            continue
-        values.append(_data(v))
-        if v.format.is_coded:
-            v_scales.append(_scales(v))
     tier = layout.plan.index.buckets[bucket].tier
-    stride = layout.page_stride[bucket]
-    rest = _between([*keys, *values, *k_scales, *v_scales], stride)
-    kinds = [
-        (keys, tier.k.unit_bytes),
-        (values, tier.v.unit_bytes),
-        (k_scales, 2),
-        (v_scales, 2),
-        (rest, 1),
-    ]
-    parts: list[Part] = []
-    for ranges, width in kinds:
-        if not ranges:
-            continue
-        part = Part(tuple(sorted(ranges)), width, stride)
-        parts.append(part)
-    return parts
+    found: list[Part] = []
+    for side, form in enumerate((tier.k, tier.v)):
+        of_side = [pair[side] for pair in matrices(layout, bucket).values()]
+        written = [matrix for matrix in of_side if not matrix.beginning]
+        found += _elements(written, form).parts
+        if form.is_coded:
+            for half in range(form.halves):
+                found += _halves(written, half).parts
+            if form.sums:
+                found += _sums(written, form).parts
+    rest = Gathered(1)
+    for first, end in _between(found, layout.page_stride[bucket]):
+        rest.add(end - first, Matrix(first, 1, 1, end - first))
+    return [*found, *rest.parts]
 
 
-def _data(matrix: PageMatrix) -> Range:
-    size = matrix.format.data_bytes(matrix.rank, matrix.tokens)
-    return matrix.data, matrix.data + size
+def _elements(written: Iterable[PageMatrix], form: Format) -> Gathered:
+    """K or V itself. A column is a channel or, of packed codes, those that share
+    bytes."""
+    gathered = Gathered(form.unit_bytes, turn=int(form.bits == 32))
+    for matrix in written:
+        if form.along_tokens:
+            size = form.element_bytes(matrix.tokens)
+            gathered.add(size, Matrix(matrix.data, matrix.rank, 1, size))
+        else:
+            size = form.element_bytes(matrix.rank)
+            columns = size // form.unit_bytes
+            place = Matrix(matrix.data, columns, size, form.unit_bytes)
+            gathered.add(matrix.tokens, place)
+    return gathered
 
 
-def _scales(matrix: PageMatrix) -> Range:
-    size = matrix.format.meta_bytes(matrix.rank, matrix.tokens)
-    return matrix.meta, matrix.meta + size
+def _halves(written: Iterable[PageMatrix], half: int) -> Gathered:
+    """The scales of groups, or their minima. A column is a lane's groups: of each
+    token, or of 64 channels at most."""
+    gathered = Gathered(2)
+    for matrix in written:
+        _add_groups(gathered, matrix, matrix.meta + 2 * half, matrix.format.group_bytes)
+    return gathered
 
 
-def _between(ranges: Sequence[Range], stride: int) -> list[Range]:
-    """The ranges of a page that are in none of them."""
-    free: list[Range] = []
-    at = 0
-    for first, end in sorted(ranges):
-        if first > at:
-            free.append((at, first))
-        at = max(at, end)
-    if at < stride:
-        free.append((at, stride))
-    return free
+def _sums(written: Iterable[PageMatrix], form: Format) -> Gathered:
+    """The sums of groups' codes."""
+    gathered = Gathered(form.sum_bytes)
+    for matrix in written:
+        _add_groups(gathered, matrix, matrix.sums, form.sum_bytes)
+    return gathered
 
 
-class ZstdPages:
-    """PageCodec: each plane of a page's parts a zstd frame, or as it is where that is
-    not larger. Raises KvlatheError where the library is missing."""
+def _add_groups(gathered: Gathered, matrix: PageMatrix, at: int, size: int) -> None:
+    """Add what each group of a lane has, ``size`` bytes apart from ``at`` on."""
+    groups = len(matrix.groups)
+    if matrix.format.along_rank:
+        gathered.add(matrix.tokens, Matrix(at, groups, groups * size, size))
+    else:
+        count = matrix.rank * groups
+        rows = math.gcd(count, 64)
+        gathered.add(rows, Matrix(at, count // rows, size, rows * size))
 
-    name = ZSTD
 
-    def __init__(self, layout: CacheLayout, level: int = LEVEL) -> None:
-        if find_spec("zstandard") is None:
-            raise KvlatheError(
-                "cold pages cannot be coded",
-                "zstandard is not installed",
-                f"run {pip_install('cold')}",
-            )
-        import zstandard
+def _between(parts: Sequence[Part], stride: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a page that are in no part."""
+    taken = np.zeros(stride + 1, bool)
+    taken[-1] = True
+    for part in parts:
+        row = np.arange(part.rows)[:, None, None]
+        byte = np.arange(part.width)
+        for matrix in part.matrices:
+            column = np.arange(matrix.columns)[:, None]
+            places = matrix.at + row * matrix.row_stride + column * matrix.column_stride
+            taken[places + byte] = True
+    edges = np.flatnonzero(np.diff(taken, prepend=True))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
-        self._strides = layout.page_stride
-        buckets = range(len(layout.plan.index.buckets))
-        self._parts = [parts_of(layout, bucket) for bucket in buckets]
-        self._coder = zstandard.ZstdCompressor(level=level)
-        self._decoder = zstandard.ZstdDecompressor()
-        self._content_size = zstandard.frame_content_size
-        self._failure = zstandard.ZstdError
+
+class CodedPages:
+    """PageCodec of the native library. Raises KvlatheError where there is none."""
+
+    name = CODING
+
+    def __init__(self, layout: CacheLayout) -> None:
+        library = coding_library()
+        self._coders = [
+            Coder(library, parts_of(layout, bucket), size)
+            for bucket, size in enumerate(layout.page_stride)
+        ]
 
     def encode(self, bucket: int, page: bytes) -> bytes:
-        whole = np.frombuffer(page, np.uint8)
-        lengths: list[int] = []
-        bodies: list[bytes] = []
-        for part in self._parts[bucket]:
-            for i in range(part.width):
-                plain = b"".join([view.tobytes() for view in part.plane(whole, i)])
-                coded = self._coder.compress(plain)
-                size = len(plain)
-                length = len(coded)
-                if length < size:
-                    lengths.append(length)
-                    bodies.append(coded)
-                else:
-                    lengths.append(size | AS_IT_IS)
-                    bodies.append(plain)
-        return b"".join((struct.pack(f"<B{len(lengths)}I", VERSION, *lengths), *bodies))
+        return self._coders[bucket].encode(np.frombuffer(page, np.uint8))
 
     def decode(self, bucket: int, data: bytes) -> bytes:
-        parts = self._parts[bucket]
-        count = sum(part.width for part in parts)
-        head = struct.Struct(f"<B{count}I")
-        if len(data) < head.size:
-            raise _damaged("it ends early")
-        version, *lengths = head.unpack_from(data)
-        if version != VERSION:
-            raise _damaged(f"it is of version {version}")
-        sizes = [length & ~AS_IT_IS for length in lengths]
-        if head.size + sum(sizes) != len(data):
-            raise _damaged("its lengths are not those of its parts")
-        page = np.empty(self._strides[bucket], np.uint8)
-        left = iter(zip(lengths, sizes, strict=True))
-        at = head.size
-        for part in parts:
-            for i in range(part.width):
-                length, size = next(left)
-                end = at + size
-                plain = self._plain(data[at:end], length, part.plane_bytes)
-                _fill(part.plane(page, i), plain)
-                at = end
-        return page.tobytes()
-
-    def _plain(self, body: bytes, length: int, size: int) -> bytes:
-        """The ``size`` bytes of a plane. What a frame claims is checked before memory
-        is taken for it."""
-        if length & AS_IT_IS:
-            if len(body) != size:
-                raise _damaged("a part has another size")
-            return body
-        try:
-            if self._content_size(body) != size:
-                raise _damaged("a part has another size")
-            return self._decoder.decompress(body)
-        except self._failure as error:
-            raise _damaged(str(error)) from error
-
-
-def _fill(views: Sequence[Bytes], plain: bytes) -> None:
-    """Write a plane's bytes to the page that ``views`` are of."""
-    numbers = np.frombuffer(plain, np.uint8)
-    at = 0
-    for view in views:
-        end = at + view.size
-        view[...] = numbers[at:end].reshape(view.shape)
-        at = end
-
-
-def _damaged(reason: str) -> KvlatheError:
-    return KvlatheError(
-        "a cold page cannot be read", reason, "compute the sequence again"
-    )
+        return self._coders[bucket].decode(data)
 
 
 class ColdPages(PageMover):

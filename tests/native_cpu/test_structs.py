@@ -11,6 +11,7 @@ import pytest
 
 from kvlathe.runtime.native import (
     attend,
+    coding,
     cpu,
     cuda,
     library,
@@ -20,7 +21,7 @@ from kvlathe.runtime.native import (
 )
 
 INCLUDE = Path(__file__).resolve().parents[2] / "plugins_cpp" / "include"
-HEADERS = ("abi", "cpu", "cache", "rows", "products")
+HEADERS = ("abi", "cpu", "cache", "coding", "rows", "products")
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_status": library.Status,
     "kvlathe_part": parts.Part,
@@ -42,6 +43,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_cuda_move_args": observing.CudaMoveArgs,
     "kvlathe_rows_args": cuda.RowsArgs,
     "kvlathe_product_args": products.ProductArgs,
+    "kvlathe_coded_matrix": coding.CodedMatrix,
+    "kvlathe_coded_part": coding.CodedPart,
+    "kvlathe_coded_page": coding.CodedPage,
 }
 
 

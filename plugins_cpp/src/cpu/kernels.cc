@@ -4,6 +4,7 @@
 // along.
 #include "cpu/kernels.h"
 
+#include "cpu/columns.h"
 #include "cpu/products.h"
 #include "cpu/quantize.h"
 #include "cpu/read_codes.h"
@@ -11,8 +12,23 @@
 
 namespace kvlathe {
 
-const Kernels KVLATHE_KERNELS = {
-    KVLATHE_KERNELS_NAME, rotate, multiply,  dots,    mix, unpack, transpose,
-    bound_scores,         soften, store_row, quantize};
+const Kernels KVLATHE_KERNELS = {KVLATHE_KERNELS_NAME,
+                                 rotate,
+                                 multiply,
+                                 dots,
+                                 mix,
+                                 unpack,
+                                 transpose,
+                                 bound_scores,
+                                 soften,
+                                 store_row,
+                                 quantize,
+                                 decode_columns,
+                                 encode_columns,
+                                 classify,
+                                 count_columns,
+                                 transpose_bytes,
+                                 split_numbers,
+                                 join_numbers};
 
 }  // namespace kvlathe

@@ -45,6 +45,16 @@ struct QuantizeOptions {
   int sum_bytes;
 };
 
+// Coded columns (cpu/coding.cc): bits of the longest code, streams that a plane's codes are in, and
+// classes of columns, at most.
+constexpr int kCodeBits = 11, kStreams = 8, kMostClasses = 16;
+
+// Codes, the first in the highest bits of the first byte.
+struct CodedStream {
+  const uint8_t* data;
+  int64_t bytes;
+};
+
 struct Kernels {
   const char* name;
 
@@ -89,6 +99,36 @@ struct Kernels {
 
   // Codes and (scale, minimum) of x [rows, inner] into the memory that `rows` describes.
   void (*quantize)(const float* x, int64_t ldx, const Rows& rows, const QuantizeOptions& options);
+
+  // `count` columns of `rows` bytes: stream s has an equal part of each column's rows. Entry (class,
+  // next kCodeBits bits) is symbol << 8 | bits of its code. `positions` [kStreams], in bits, go on.
+  // classes null: all are of class 0.
+  void (*decode_columns)(uint8_t* columns, int64_t count, int rows, const uint8_t* classes,
+                         const uint16_t* entries, const CodedStream* streams, int64_t* positions);
+
+  // The other way: code (class, symbol) is code << 8 | its bits. Each of `outs` has room for 8 bytes
+  // more than its codes take, which `sizes` says.
+  void (*encode_columns)(const uint8_t* columns, int64_t count, int rows, const uint8_t* classes,
+                         const uint32_t* codes, uint8_t* const* outs, int64_t* sizes);
+
+  // For every `step`th column the class of least cost; costs are [256][kMostClasses].
+  void (*classify)(const uint8_t* columns, int64_t count, int step, int rows, const uint16_t* costs,
+                   uint8_t* classes);
+
+  // Adds every `step`th column's bytes to its class's histogram; they are [kMostClasses][256].
+  void (*count_columns)(const uint8_t* columns, int64_t count, int step, int rows,
+                        const uint8_t* classes, uint32_t* histograms);
+
+  // out [columns][rows] = in [rows][columns].
+  void (*transpose_bytes)(const uint8_t* in, int64_t rows, int64_t columns, uint8_t* out);
+
+  // Byte i of n numbers of `width` bytes, `stride` bytes apart, turned left by `turn` bits.
+  void (*split_numbers)(const uint8_t* from, int64_t n, int64_t stride, int width, int turn, int i,
+                        uint8_t* out);
+
+  // The numbers again, of their `width` planes.
+  void (*join_numbers)(const uint8_t* const* planes, int64_t n, int64_t stride, int width, int turn,
+                       uint8_t* to);
 };
 
 constexpr int kDotScratch = 2160;  // floats for each row of x: room for its integer form

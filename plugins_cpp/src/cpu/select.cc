@@ -64,7 +64,7 @@ const Kernels* supported(int32_t isa) {
   }
   if (isa == KVLATHE_ISA_AVX2) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                   __builtin_cpu_supports("f16c")
+                   __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")
                ? &kAvx2
                : nullptr;
   }

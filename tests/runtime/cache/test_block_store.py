@@ -25,6 +25,7 @@ from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.parcel import FORM, Origin
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.coded_pages import need_coder
 from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
@@ -340,7 +341,7 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
 def test_coded_pages_are_stored_coded(
     tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:
-    pytest.importorskip("zstandard")
+    need_coder()
     plain = storing("one", None, tmp_path)
     evicted(plain)
     coded = storing("one", None, tmp_path)

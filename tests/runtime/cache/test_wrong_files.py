@@ -15,6 +15,7 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache import disk_store, parcel
 from kvlathe.runtime.cache.block_store import StoreSizes
+from kvlathe.runtime.cache.cold import CODING
 from kvlathe.runtime.cache.disk_store import DiskStore, StoredBlock
 from kvlathe.runtime.cache.parcel import PageList, pack, said
 from kvlathe.runtime.llm import LLM
@@ -27,6 +28,7 @@ from tests.runtime.cache.test_block_store import (
     stores,
     storing,
 )
+from tests.support.coded_pages import need_coder
 from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm
@@ -82,7 +84,7 @@ def test_pages_of_no_block_are_computed_again_and_removed(
 ) -> None:
     engine = storing(kind, None, tmp_path)
     if coded:
-        pytest.importorskip("zstandard")
+        need_coder()
         engine.code_cold_pages()
     disk = disk_of(engine)
     for failures, (name, change) in enumerate(WRONG.items(), 1):
@@ -140,7 +142,7 @@ def test_a_block_that_is_written_again_counts_once(tmp_path: Path) -> None:
 def test_the_coding_is_the_movers_whichever_was_asked_first(
     first: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("zstandard")
+    need_coder()
     engine = sharing("one")
     if first == "codes":
         engine.code_cold_pages()
@@ -149,7 +151,7 @@ def test_the_coding_is_the_movers_whichever_was_asked_first(
         engine.code_cold_pages()
     evicted(engine, SHORT)
     disk = disk_of(engine)
-    assert disk.coding == "zstd" and disk.folder.name.endswith("-zstd")
+    assert disk.coding == CODING and disk.folder.name.endswith(f"-{CODING}")
     with storing("one", None, tmp_path) as plain:
         expected = plain.generate([SHORT], PARAMS)[0].token_ids
         assert not stores(plain).disk_hits and not disk_of(plain).failures
