@@ -83,6 +83,7 @@ class DraftModel:
         guesses: dict[Sequence, list[int]] = {one: [] for one in counts}
         self._until = time.perf_counter() + seconds
         going = [one for one in counts if self._is_ready(one)][: self._together]
+        going.sort(key=self._unknown)  # a step has the shortest chunks first
         forks: dict[Sequence, Sequence] = {}
         try:
             while going:
@@ -118,6 +119,11 @@ class DraftModel:
         prompt, table = sequence.prompt_tokens, self._pool.open()
         path = Whole.cut(prompt, self._pool.plan.prefill_chunk)
         return Sequence(tokens, prompt, table, path, sequence.sampler)
+
+    def _unknown(self, sequence: Sequence) -> int:
+        """Tokens that are known and not cached."""
+        known = self._copies[sequence].known
+        return len(known.tokens) - known.cached
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Cache a step's worth of what is not cached, but for the newest token; whether
@@ -185,7 +191,7 @@ class DraftModel:
             fork.tokens.append(guess[-1])
             room = self._pool.reserve(fork.table, 1)
             return PrefillChunk(fork, 1, room, (0,))
-        count = len(known.tokens) - known.cached
+        count = self._unknown(sequence)
         room = self._pool.reserve(known.table, count, seal=True)
         return PrefillChunk(known, count, room, (count - 1,))
 

@@ -160,7 +160,7 @@ def until(
 def _next_chunks(
     engine: Engine, texts: Items[ForcedText], end: int
 ) -> dict[ForcedText, PrefillChunk]:
-    """The chunks of the next step, their pages reserved."""
+    """The chunks of the next step, the shortest first; their pages are reserved."""
     left = engine.scheduler.limits.max_num_tokens
     chunks: dict[ForcedText, PrefillChunk] = {}
     try:
@@ -173,4 +173,4 @@ def _next_chunks(
         for chunk in chunks.values():
             engine.pool.rollback(chunk.reservation)
         raise
-    return chunks
+    return dict(sorted(chunks.items(), key=lambda item: item[1].count))

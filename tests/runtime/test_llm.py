@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvlathe.base.errors import KvlatheError
@@ -20,6 +21,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.engine_thread import Silence
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingFields, SamplingParams
 from tests.support.runtime_cases import (
     LIMITS,
@@ -181,6 +183,28 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
         llm("torch", "one", tokens=64).generate(
             [list(text(700))], SamplingParams(max_new_tokens=500)
         )
+
+
+def test_steps_of_several_texts_have_their_shortest_chunks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last text gets what a step has left. Logits go to the texts as ever."""
+    engine, counts = llm("torch", "one"), list[list[int]]()
+    run = engine.session.run
+
+    def seen(step: StepPlan) -> npt.NDArray[np.float32]:
+        counts.append(np.diff(step.cu_seqlens_q).tolist())
+        return run(step)
+
+    monkeypatch.setattr(engine.session, "run", seen)
+    size = LIMITS.max_num_tokens * 2 // 5
+    texts = [list(text(size + 1, 50 * i)) for i in range(3)]
+    (found,) = engine.logits_in_blocks(texts, [range(size - 2, size)])
+    assert [len(one) for one in counts] == [3, 1]
+    assert all(one == sorted(one) for one in counts)
+    for one, logits in zip(texts, found, strict=True):
+        alone = engine.logits(one, range(size - 2, size))
+        np.testing.assert_allclose(logits, alone, rtol=1e-3, atol=1e-3)
 
 
 def test_a_request_leaves_the_callers_tokens_alone() -> None:
