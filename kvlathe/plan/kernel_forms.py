@@ -50,18 +50,12 @@ passed on a GPU."""
 
 
 def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of wide lanes, of layers that differ, and of states: all their tests
-    have passed on a CPU, not on a GPU (docs/native.md, docs/hybrids.md)."""
-    proven = plan.model.alike_heads and not (is_wide(plan) or plan.model.states)
+    """The refusal of layers that differ, and of states: all their tests have passed on a
+    CPU, not on a GPU (docs/native.md, docs/hybrids.md)."""
+    proven = plan.model.alike_heads and not plan.model.states
     if proven or os.environ.get(UNPROVEN) == "1":
         return None
-    what = f"a head has rank {_widest(plan)}"
-    if not plan.model.alike_heads:
-        what = UNLIKE
-    elif plan.index.values_in_keys:
-        what = "its heads share one latent (MLA)"
-    elif plan.model.states:
-        what = "some of its layers keep a state"
+    what = "some of its layers keep a state" if plan.model.states else UNLIKE
     return (
         f"{what}, and the kernels for it have not passed all their tests on a GPU",
         "build with --backend onnxruntime and run it on a CPU, or set "
@@ -112,8 +106,11 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
     if plan.model.latent:
         reason = "its heads share one latent (MLA), which its node was not run with"
         return reason, "build with --backend cuda, or run it on a CPU"
-    if refusal := unlike_refusal(plan) or unproven_refusal(plan):
+    if refusal := unlike_refusal(plan):
         return refusal
+    if is_wide(plan):
+        reason = f"a head has rank {_widest(plan)}, which its node was not run with"
+        return reason, "build with --backend cuda, or run it on a CPU"
     if plan.model.shifts:
         return None
     return (

@@ -16,7 +16,6 @@ from kvlathe.export.methods import fp8
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.lives import KEEP, SEAL, Compact, Divide, Life, Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_score import ObservationWindow
@@ -96,15 +95,9 @@ def test_a_plan_at_a_limit_is_taken_and_one_beyond_it_is_refused(
     assert refusal.value.remedy
 
 
-def test_ranks_that_no_gpu_has_proven_are_refused_unless_one_asks_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wide_ranks_are_for_the_cuda_backend_alone() -> None:
     wide, narrow = plan_of(rank=LIMITS["kNarrowRank"] + 16), plan_of(rank=128)
     cuda.check_plan("cuda", wide)
-    monkeypatch.delenv(UNPROVEN)
-    cuda.check_plan("cuda", narrow)
-    with pytest.raises(KvlatheError, match=f"rank 144.*set {UNPROVEN}=1"):
-        cuda.check_plan("cuda", wide)
     assert not onnxruntime.gpus(wide, "float16")
     assert onnxruntime.gpus(narrow, "float16") == cuda.ARCHITECTURES
 

@@ -481,29 +481,31 @@ class Case:
                 for s in buckets
                 if (b, s, lane.head) in self.cached
             ]
-            for i in range(start, start + count):
-                ks = np.concatenate([x for x, _ in old] + [k[start : i + 1]])
-                vs = np.concatenate([x for _, x in old] + [v[start : i + 1]])
-                seen = self._seen(lane, len(ks))
-                ks, vs = ks[seen], vs[seen]
-                out[i] = self._shares(ks @ q[i], sink) @ vs
+            rows = slice(start, start + count)
+            ks = np.concatenate([*(x for x, _ in old), k[rows]])
+            vs = np.concatenate([*(x for _, x in old), v[rows]])
+            scores, shares = q[rows] @ ks.T, np.zeros((count, len(ks)))
+            for i in range(count):
+                seen = self._seen(lane, len(ks) - count + i + 1)
+                shares[i, seen] = self._shares(scores[i, seen], sink)
+            out[rows] = shares @ vs
             start += count
         return out
 
-    def _seen(self, lane: Lane, count: int) -> list[int]:
+    def _seen(self, lane: Lane, count: int) -> list[int] | slice:
         """The places, of ``count`` tokens that a lane holds, sealed ones first, that
         the newest one's query sees."""
         index = lane.layer * self.plan.model.kv_heads + lane.head
         sight = self.plan.index.sight(index)
-        page, seen = self.plan.page_tokens, set(range(count))
-        if sight.is_less:
-            own = (count - 1) // page
-            pages = {own - i for i in range(sight.recent // page + 1)}
-            newest = {t for t in seen if t // page in pages}
-            if sight.exact:
-                newest = set(range(count)[-sight.exact :])
-            seen = newest | {t for t in seen if t < sight.sink}
-        return sorted(seen)
+        if not sight.is_less:
+            return slice(count)
+        page, seen = self.plan.page_tokens, range(count)
+        own = (count - 1) // page
+        pages = {own - i for i in range(sight.recent // page + 1)}
+        newest = {t for t in seen if t // page in pages}
+        if sight.exact:
+            newest = set(seen[-sight.exact :])
+        return sorted(newest | {t for t in seen if t < sight.sink})
 
     # -- the cache ---------------------------------------------------------------------
     def _fill_cache(self) -> None:
