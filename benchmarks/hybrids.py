@@ -37,6 +37,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8,
             "intermediate_size": 12288,
             "block_auto_adjust_ff_dim": True,
+            "layer_types": [
+                "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv"
+                for i in range(16)
+            ],
             "vocab_size": 65536,
         },
     ),
@@ -151,7 +155,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--bandwidth", type=float, default=3.35e12, help="of an H100")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="of an H200")
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault(UNPROVEN, "1")

@@ -50,14 +50,12 @@ passed on a GPU."""
 
 
 def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of layers that differ, and of states: all their tests have passed on a
-    CPU, not on a GPU (docs/native.md, docs/hybrids.md)."""
-    proven = plan.model.alike_heads and not plan.model.states
-    if proven or os.environ.get(UNPROVEN) == "1":
+    """The refusal of layers that differ: all their tests have passed on a CPU, not on a
+    GPU (docs/native.md)."""
+    if plan.model.alike_heads or os.environ.get(UNPROVEN) == "1":
         return None
-    what = "some of its layers keep a state" if plan.model.states else UNLIKE
     return (
-        f"{what}, and the kernels for it have not passed all their tests on a GPU",
+        f"{UNLIKE}, and the kernels for it have not passed all their tests on a GPU",
         "build with --backend onnxruntime and run it on a CPU, or set "
         f"{UNPROVEN}=1 to run it all the same",
     )

@@ -102,9 +102,10 @@ class SequenceFactory:
     def _grid(self) -> int:
         """Prompts are cut at multiples of so many tokens: a chunk or, where it does not
         matter, as many chunks as a step takes, so that one prompt is through before the
-        next begins."""
+        next begins. Prefixes keep the states of layers where prompts are cut."""
         grid = self._plan.prefill_chunk
-        if self._plan.index.cuts_prompts:
+        keeps = any(self._plan.model.states) and self._scheduler.prefixes is not None
+        if keeps or self._plan.index.cuts_prompts:
             return grid
         return max(1, self._scheduler.limits.max_num_tokens // grid) * grid
 

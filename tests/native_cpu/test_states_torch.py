@@ -27,7 +27,7 @@ Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 DAILY = "qwen3_5_moe_text"
 CHUNK, PAGE, ANSWER = 96, 16, 20
 LIMITS = Limits(
-    max_batch_size=6, max_num_tokens=160, max_input_len=200, max_seq_len=256
+    max_batch_size=6, max_num_tokens=1024, max_input_len=200, max_seq_len=256
 )
 
 

@@ -145,16 +145,14 @@ def test_states_count_in_the_memory_of_an_engine(
 def test_other_backends_refuse_states_in_words(
     name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's takes them, where one asks for what no GPU has proven yet."""
+    """Torch's takes them."""
     plan = whole_plan(Checkpoint(reference(name)[0]).spec, bits=16)
     for target in (tensorrt, vllm):
         with pytest.raises(KvlatheError, match="keep a state"):
             target.check_plan(target.__name__.rpartition(".")[2], plan)
     assert onnxruntime.gpus(plan, "float16") == ()
-    cuda.check_plan("cuda", plan)
     monkeypatch.delenv(UNPROVEN)
-    with pytest.raises(KvlatheError, match=f"keep a state.*set {UNPROVEN}=1"):
-        cuda.check_plan("cuda", plan)
+    cuda.check_plan("cuda", plan)
     with pytest.raises(KvlatheError, match="keep states"):
         deal(plan, 2)
 

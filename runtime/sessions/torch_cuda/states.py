@@ -12,6 +12,7 @@ Sizes: T tokens of B sequences, N chunks, K taps, C channels, H heads.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -37,6 +38,7 @@ from kvlathe.layers.recurrence import (
     chunk_products,
     recur_once,
 )
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.runtime.sessions.gpu.states import NOBODY
 from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 
@@ -267,7 +269,7 @@ class SomeTokens(_Slots):
 
 class KernelTokens(SomeTokens):
     """A MixerMemory of any step by Triton's kernels (state_kernels.py); products that need
-    no state are torch's."""
+    no state are torch's. That of chunks has not run on a GPU: one asks for it."""
 
     @property
     def _slots(self) -> tuple[Tensor, Tensor]:
@@ -306,6 +308,8 @@ class KernelTokens(SomeTokens):
     def run_chunks(
         self, products: ChunkProducts, widths: Sequence[int], states: Tensor
     ) -> Tensor:
+        if os.environ.get(UNPROVEN) != "1":
+            return super().run_chunks(products, widths, states)
         from kvlathe.runtime.sessions.torch_cuda import state_kernels
 
         order = np.arange(len(states))
