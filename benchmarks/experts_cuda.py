@@ -364,7 +364,7 @@ class Model:
         times = [
             self.seconds(BATCH, 64, 136) - self.seconds(BATCH, 64, 8) for _ in range(3)
         ]
-        graph = self.session._graphs[BATCH]
+        graph = self.session._graphs[BATCH, False]
         return repeated(graph.replay, 30), min(times) / 128 * 1e3
 
     def prompt(self, tokens: int) -> float:
@@ -389,6 +389,8 @@ class Model:
             experts = layer.experts
             assert isinstance(experts, GroupedExperts)
             setattr(experts, "chosen", _counted(experts, count))  # noqa: B010
+        # The memory of graphs goes with the last of them, and new ones then have none.
+        self._kept = dict(self.session._graphs)
         self.session._graphs.clear()
         self.seconds(BATCH, 64, 8)
         return counts.tolist()

@@ -30,7 +30,7 @@ from kvlathe.engines.config import DTYPE_BYTES, BuildConfig
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.order import Order
 from kvlathe.engines.planning import open_checkpoint
-from kvlathe.plan.kernel_forms import UNLIKE, experts_refusal
+from kvlathe.plan.kernel_forms import UNLIKE
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
@@ -292,12 +292,9 @@ def _check_weights(config: BuildConfig, checkpoint: Checkpoint) -> None:
     if config.weight_formats.maps is None:
         return
     fact = f"--weights {config.weights} cannot be used"
-    if spec.family.experts is not None:
-        if config.backend != "cuda":
-            reason = "this model has experts, whose codes the cuda backend alone takes"
-            raise KvlatheError(fact, reason, "leave out --weights")
-        if refusal := experts_refusal():
-            raise KvlatheError(fact, *refusal)
+    if spec.family.experts is not None and config.backend != "cuda":
+        reason = "this model has experts, whose codes the cuda backend alone takes"
+        raise KvlatheError(fact, reason, "leave out --weights")
     if config.tensor_parallel_size > 1:
         reason = "codes are not cut for several GPUs"
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")

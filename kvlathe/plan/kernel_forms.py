@@ -61,17 +61,6 @@ def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
     )
 
 
-def experts_refusal() -> Refusal | None:
-    """The refusal of kernels that compute chosen experts alone, which alone take experts'
-    codes: none has run on a GPU yet."""
-    if os.environ.get(UNPROVEN) == "1":
-        return None
-    return (
-        "the kernels for chosen experts have not passed their tests on a GPU",
-        f"leave out --weights, or set {UNPROVEN}=1 to run them all the same",
-    )
-
-
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a model whose layers keep states or differ in their heads, by all
     but the cuda backend."""

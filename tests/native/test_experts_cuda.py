@@ -28,7 +28,6 @@ from kvlathe.layers.experts import (
     run_experts,
 )
 from kvlathe.layers.routing import Routing
-from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.manifest import DECODER_FILE
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
@@ -223,14 +222,15 @@ def one_of(codes: CodedWeight, expert: int) -> CodedWeight:
 def test_an_engine_of_codes_is_its_decoder_with_their_numbers(
     name: str,
     reference: Callable[[str], tuple[Path, torch.nn.Module]],
-    library: Library,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Built, loaded and run on a GPU; the exporter's decoder is float32. Of some tokens
     halves choose other experts."""
-    if not (torch.cuda.is_available() and library.has_cuda):
-        pytest.skip("no GPU, or a library without CUDA kernels")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    library: Library = request.getfixturevalue("library")
     monkeypatch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
     native.find.cache_clear()
     asked = BuildConfig(
@@ -312,17 +312,16 @@ def test_a_graph_groups_the_rows_that_it_is_given(tokens: int, device: str) -> N
         assert torch.equal(y, grouped(given))
 
 
-@pytest.mark.parametrize("reason", ["not proven", "float32", "no Triton"])
+@pytest.mark.parametrize("reason", ["float32", "no Triton"])
 def test_without_the_kernels_every_expert_computes_and_the_log_says_why(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     activation, routing, _, _ = KINDS["softmax"]
     tensors, x = tensors_of("softmax", "cpu"), rows_of(5, "cpu")
-    monkeypatch.setenv(UNPROVEN, "0" if reason == "not proven" else "1")
     monkeypatch.setattr(grouped_experts, "KERNELS", "kvlathe.no_kernels_of_experts")
     if reason == "float32":
         tensors, x = {role: part.float() for role, part in tensors.items()}, x.float()
-    told = {"not proven": UNPROVEN, "float32": "float32", "no Triton": "no_kernels"}
+    told = {"float32": "float32", "no Triton": "no_kernels"}
     grouped_experts.tell.cache_clear()
     with caplog.at_level(logging.WARNING, "kvlathe"):
         experts = [experts_map(tensors, routing, activation) for _ in range(3)]
@@ -341,3 +340,25 @@ def test_codes_without_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(grouped_experts, "KERNELS", "kvlathe.no_kernels_of_experts")
     with pytest.raises(KvlatheError, match=r"no_kernels.*without --weights"):
         experts_map(tensors, routing, activation)
+
+
+@pytest.mark.parametrize("most", [16, 64, 128])
+def test_tiles_that_do_not_fit_a_gpu_are_left_out(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def run(_: GroupedExperts, x: Tensor, tile: Tile) -> Tensor:
+        if tile.rows > most:
+            raise RuntimeError("out of shared memory")
+        ran.append(tile.rows)
+        return x
+
+    monkeypatch.setattr(grouped_experts, "KERNELS", "math")
+    monkeypatch.setattr(GroupedExperts, "run", run)
+    grouped = grouped_of(tensors_of("softmax", "cpu"), "softmax")
+    grouped.try_out()
+    assert ran == [tile.rows for tile in TILES if tile.rows <= most]
+    grouped(rows_of(1, "cpu"))
+    grouped(rows_of(4000, "cpu"))
+    assert ran[-2:] == [16, most]

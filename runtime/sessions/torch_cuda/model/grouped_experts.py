@@ -23,7 +23,6 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.layers.experts import ExpertWeights, router_logits, run_experts
 from kvlathe.layers.routing import LEAST, Routing, choose
 from kvlathe.layers.rows import ACTIVATIONS
-from kvlathe.plan.kernel_forms import experts_refusal
 from kvlathe.runtime.sessions.torch_cuda.model.expert_maps import (
     ExpertMap,
     taken_map,
@@ -94,9 +93,10 @@ def experts_map(
     """x [T, D] -> [T, D]: the experts of a layer, ``tensors`` by role. All of them compute,
     as ``run_experts``, where the kernels for chosen ones cannot run: the log says why.
     Raises KvlatheError where their weights are codes, which those kernels alone read."""
+    dtype = tensors["router"].dtype
     try:
-        reason = _refusal(tensors)
-        if not reason:
+        reason = f"they compute in {dtype}, not in 16 bits"
+        if dtype in HALVES:
             grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
             grouped.try_out()
             return grouped
@@ -111,14 +111,6 @@ def experts_map(
     tell(reason)
     weights = ExpertWeights(**tensors)
     return partial(run_experts, weights=weights, routing=routing, activation=activation)
-
-
-def _refusal(tensors: Mapping[str, Tensor]) -> str:
-    """The reason for which the kernels are not tried; empty where they are."""
-    if refusal := experts_refusal():
-        return ": ".join(refusal)
-    dtype = tensors["router"].dtype
-    return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
 @cache
