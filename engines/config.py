@@ -4,7 +4,6 @@ the model nor a library."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -16,7 +15,6 @@ from kvlathe.base.flags import flag_of
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
-from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.weight_formats import BITS, FLOATS, PLAIN, WeightFormats
 
@@ -248,12 +246,6 @@ def _check_adapters(config: BuildConfig) -> None:
             "--enable-lora",
             f"{config.backend} has no products of adapters beside its maps",
             f"build for {' or '.join(able)}, or merge the adapter (--lora)",
-        )
-    if config.backend == "cuda" and os.environ.get(UNPROVEN) != "1":
-        raise _refused(
-            "--enable-lora",
-            "adapters have not passed all their tests on a GPU",
-            f"build with --backend onnxruntime, or set {UNPROVEN}=1 all the same",
         )
     if config.tensor_parallel_size > 1:
         raise _refused(

@@ -21,6 +21,8 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Number formats that are read, as numpy has them; BF16 is the upper half of F32."""
 MOST_HEADER = 100 << 20
 """Bytes: the format's own bound."""
+NO_HEADER = (TypeError, AttributeError, RecursionError)
+"""Errors of a header that is JSON of another form."""
 PREFIX = 8
 """Bytes before the header, which say its length."""
 
@@ -43,7 +45,7 @@ class ArrayFile:
         try:
             self._bytes = np.memmap(path, np.uint8, "r")
             self.entries = self._read_header()
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, *NO_HEADER) as error:
             raise KvlatheError(
                 f"{path} cannot be read",
                 f"it is truncated or damaged ({error})",

@@ -109,7 +109,7 @@ def test_graphs_decode_mixes_of_adapters(pair: tuple[LLM, LLM]) -> None:
         assert alone[:8] == tokens[:8]
         same += alone == tokens
     assert same >= 6
-    texts = {tuple(ours.generate([PROMPTS[0]], one)[0].token_ids) for one in asked[:4]}
+    texts = {tuple(ours.generate([PROMPTS[1]], one)[0].token_ids) for one in asked[:4]}
     assert len(texts) == 4
 
 

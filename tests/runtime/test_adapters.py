@@ -11,15 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import BuildConfig, build
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native import library as native
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.adapter_cases import (
     ALPHAS,
+    case_basis,
     cut_plan,
     expected,
     made_case,
@@ -28,7 +32,7 @@ from tests.support.adapter_cases import (
     write_engine,
 )
 from tests.support.adapters import change_tensors, write_adapter
-from tests.support.checkpoints import make_model
+from tests.support.checkpoints import make_model, whole_plan
 from tests.support.families.sizes import sizes
 from tests.support.runtime_cases import llm
 
@@ -191,3 +195,104 @@ def test_adapters_that_do_not_fit_are_refused(
     engine = llm("torch", "one")
     with pytest.raises(KvlatheError, match="without --enable-lora"):
         engine.load_adapter("red", llama.adapters / "red")
+
+
+def test_answers_keep_their_adapter_through_preemption_and_sleep(llama: Case) -> None:
+    """With room for two of four sequences that are admitted at once."""
+    engine, prompts = llama.adapters / "engine", [ids(60, i) for i in range(4)]
+    asked = [
+        SamplingParams(max_new_tokens=60, ignore_eos=True, adapter=name)
+        for name in NAMES
+    ]
+    alone = [
+        llama.llm.generate([prompt], params)[0].token_ids
+        for prompt, params in zip(prompts, asked, strict=True)
+    ]
+    tight = llama.llm.layout.bytes_for(260)
+    own = LLM.load(engine, tight, threads=1, device="cpu")
+    for name in ALPHAS:
+        own.load_adapter(name, llama.adapters / name)
+    own.engine.scheduler.admission.fits = lambda sequences: True
+    answers = own.generate(prompts, asked)
+    assert [answer.token_ids for answer in answers] == alone
+    assert own.engine.scheduler.preemptions > 0
+    own.sleep()
+    own.wake_up()
+    assert own.generate([prompts[1]], asked[1])[0].token_ids == alone[1]
+    own.close()
+
+
+def test_guesses_are_verified_with_the_adapter(llama: Case) -> None:
+    own = LLM.load(llama.adapters / "engine", threads=1, device="cpu")
+    own.load_adapter("red", llama.adapters / "red")
+    own.speculate("ngram", 4)
+    prompt = 3 * ids(12, 21)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, adapter="red")
+    wanted = llama.llm.generate([prompt], params)[0].token_ids
+    assert own.generate([prompt], params)[0].token_ids == wanted
+    own.close()
+
+
+def test_a_sequence_with_an_adapter_stays_in_its_engine(llama: Case) -> None:
+    params = SamplingParams(max_new_tokens=4, adapter="red")
+    sequence = llama.llm.sequence(ids(40, 2), params)
+    with pytest.raises(KvlatheError, match="computed with the adapter red"):
+        llama.llm.exchange.prefill(sequence)
+
+
+def test_damaged_adapters_are_refused_in_words(llama: Case, tmp_path: Path) -> None:
+    """Bytes of a file changed, cut off and made up, 300 times."""
+    whole = (llama.adapters / "red" / "adapter_model.safetensors").read_bytes()
+    config = (llama.adapters / "red" / "adapter_config.json").read_bytes()
+    (tmp_path / "adapter_config.json").write_bytes(config)
+    rng, path = np.random.default_rng(0), tmp_path / "adapter_model.safetensors"
+    size = int.from_bytes(whole[:8], "little")
+    heads = [b"[]", b"{}", b"3", b'{"a": 1}', b'{"a": {"dtype": "F32"}}', b"[" * 9999]
+    made = [len(head).to_bytes(8, "little") + head for head in heads]
+    for i in range(300):
+        data = bytearray(made[i] if i < len(made) else whole)
+        if i >= len(made):
+            for place in rng.integers(0, size + 8, rng.integers(1, 4)):
+                data[place] = rng.integers(0, 256)
+            data = data[: rng.integers(0, len(data)) if i % 3 == 0 else len(data)]
+        path.write_bytes(bytes(data))
+        try:
+            llama.llm.load_adapter("odd", tmp_path)
+        except KvlatheError:
+            continue
+        llama.llm.unload_adapter("odd")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["half", "function", "int8"])
+def test_every_session_of_a_cpu_takes_adapters(
+    kind: str, llama: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of 16 bits, the graph's own function, and weights that are codes."""
+    source, tokens = llama.adapters / "model", ids(60)
+    if kind == "int8":
+        make_model(tmp_path / "model", "Llama", sizes(128, 4, 2))
+        source = tmp_path / "model"
+        merged = three_adapters(tmp_path, AutoModelForCausalLM.from_pretrained(source))
+        asked = BuildConfig(source, tmp_path / "engine", weights="int8", measure=False)
+        engine = build(dataclasses.replace(asked, enable_lora=True, use_cache=False))
+    else:
+        checkpoint, merged = Checkpoint(source), llama.merged
+        three_adapters(tmp_path, merged[None])
+        dtype = "float16" if kind == "half" else "float32"
+        plan = whole_plan(checkpoint.spec, projected=True)
+        given = checkpoint, plan, case_basis(plan), tmp_path / "engine", dtype
+        engine = write_engine(*given)
+    if kind == "function":
+        monkeypatch.setenv("KVLATHE_NATIVE", "0")
+        native.find.cache_clear()
+    own = LLM.load(engine, threads=1, device="cpu", verify=False)
+    for name in ALPHAS:
+        own.load_adapter(name, tmp_path / name)
+        found = own.logits(tokens, range(60), adapter=name)
+        wanted = expected(merged[name], tokens)
+        close = {"function": 3e-5, "half": 1e-2, "int8": 5e-2}[kind]
+        rows = np.abs(found - wanted).max(1)  # one in sixty may amplify rounding
+        assert np.median(rows) < close * np.abs(wanted).max()
+    own.close()
+    native.find.cache_clear()
