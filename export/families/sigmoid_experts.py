@@ -15,8 +15,10 @@ from kvlathe.export.families.experts import (
     MIXTRAL_EXPERTS,
     WITHOUT_MLP,
     not_sparse,
+    plain_layers,
     with_dense,
 )
+from kvlathe.export.families.experts import SHARED as ONE_SHARED
 from kvlathe.export.families.family import Experts, Family
 from kvlathe.export.families.llama import biased, gated, llama, of_columns
 from kvlathe.export.families.qwen import QK_NORMS
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         Dots1Config,
         Ernie4_5_MoeConfig,
         ExaoneMoeConfig,
+        FlintConfig,
         Glm4MoeConfig,
         HYV3Config,
         MiniMaxM2Config,
@@ -44,6 +47,7 @@ SHARED = {
     "up": "model.layers.{i}.mlp.shared_experts.up_proj",
     "down": "model.layers.{i}.mlp.shared_experts.down_proj",
 }
+SINKS = {"sinks": "model.layers.{i}.self_attn.softmax_offset"}
 NAMES = WITHOUT_MLP | EXPERTS | CORRECTION | SHARED
 MINIMAX_CORRECTION = {
     "router_correction": "model.layers.{i}.block_sparse_moe.e_score_correction_bias"
@@ -223,6 +227,30 @@ def minimax_m3(config: MiniMaxM3VLTextConfig) -> Family:
         family = replace(family, dense_tokens=tokens)
     dense = not_sparse(config.mlp_layer_types)
     return with_dense(family, dense, config.dense_intermediate_size)
+
+
+def flint(config: FlintConfig) -> Family:
+    """QK-norms and sinks, windows in most layers; layers without one have no
+    positions."""
+    windows = sliding_layers(config)
+    shared = {role: x for role, x in ONE_SHARED.items() if role != "shared_gate"}
+    family = replace(
+        of_columns(config, config.shared_expert_intermediate_size),
+        names=WITHOUT_MLP | EXPERTS | shared | QK_NORMS | SINKS,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        windows=windows,
+        ropes=tuple("" if window else None for window in windows),
+        experts=Experts(
+            count=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalized=config.norm_topk_prob,
+            scores="sigmoid",
+        ),
+        settings=COUNTS,
+    )
+    return with_dense(family, plain_layers(config), config.intermediate_size)
 
 
 def afmoe(config: AfmoeConfig) -> Family:

@@ -127,6 +127,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1",
         sizes(64, 4, 2, 32, num_experts=5, moe_topk=2),
     ),
+    "flint": (
+        "Flint",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"mlp_only_layers": [0], "sliding_window": 24}
+        | MIDDLE_FULL,
+    ),
     "hy_v3": (
         "HYV3",
         sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_shared_experts=2)
