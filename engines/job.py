@@ -135,6 +135,7 @@ def prepare(order: Order) -> Job:
     _check_layer_windows(order, checkpoint.spec)
     _check_latent(order, checkpoint.spec)
     _check_unlike(order, checkpoint.spec)
+    _check_query_heads(order, checkpoint.spec)
     config = _with_weights(config, checkpoint)
     order = dataclasses.replace(order, config=config)
     _check_weights(config, checkpoint)
@@ -267,6 +268,16 @@ def _check_unlike(order: Order, spec: DecoderSpec) -> None:
             "build with --backend onnxruntime and run it on a CPU, or with --backend cuda",
         )
     check_unlike(order.compression, order.outline, spec.shape)
+
+
+def _check_query_heads(order: Order, spec: DecoderSpec) -> None:
+    """Heads of zeros are engines' own: a host has those of the checkpoint."""
+    if spec.family.query_heads and BACKENDS[order.config.backend].hosted:
+        raise KvlatheError(
+            f"--backend {order.config.backend} cannot be used with this model",
+            "its layers have unlike numbers of query heads",
+            "build with --backend onnxruntime",
+        )
 
 
 def _with_weights(config: BuildConfig, checkpoint: Checkpoint) -> BuildConfig:

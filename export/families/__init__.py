@@ -92,6 +92,7 @@ from kvlathe.export.families.sigmoid_experts import (
     minimax_m2,
     minimax_m3,
     solar_open,
+    step3p5,
 )
 from kvlathe.export.families.spaces import bamba, granitemoehybrid
 from kvlathe.export.families.stablelm import stablelm
@@ -202,6 +203,7 @@ FAMILIES = {
     "solar_open": solar_open,
     "stablelm": stablelm,
     "starcoder2": starcoder2,
+    "step3p5": step3p5,
     "vaultgemma": vaultgemma,
     "xglm": xglm,
     "youtu": youtu,

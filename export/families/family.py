@@ -4,7 +4,7 @@ not say. Data only."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -135,6 +135,9 @@ class Family:
     intermediate_size: int
     own_heads: tuple[HeadShape, ...] = ()
     """Heads of each layer, where layers differ; ``kv_heads`` is then the most."""
+    query_heads: tuple[int, ...] = ()
+    """Query heads that are stored of each layer, where layers differ: those with fewer
+    than the most get heads of zeros, which give nothing. Empty: the configuration's."""
     sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer reads; empty: its own."""
     qkv_bias: bool = False
@@ -196,6 +199,8 @@ class Family:
     """Queries grow with their positions."""
     latent: Latent | None = None
     """Heads share one latent, in place of keys and values of their own."""
+    expert_limits: tuple[float, ...] = ()
+    """``limit`` of each layer's experts, where layers differ."""
     bounds: tuple[Bound | None, ...] = ()
     """Those of each layer's MLP, or of the expert that every token passes; empty: it has
     none."""
@@ -251,7 +256,11 @@ class Family:
         return self.dense_size if layer in self.dense else self.intermediate_size
 
     def experts_of(self, layer: int) -> Experts | None:
-        return self.experts if "router" in self.roles(layer) else None
+        if self.experts is None or "router" not in self.roles(layer):
+            return None
+        if not self.expert_limits:
+            return self.experts
+        return replace(self.experts, limit=self.expert_limits[layer])
 
     def mixer_of(self, layer: int) -> Mixer | None:
         return self.mixer if layer in self.mixes else None

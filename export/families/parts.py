@@ -18,7 +18,13 @@ BESIDE = (
     *("multi_modal_projector", "mm_projector", "vision_projector", "vision_projection"),
     *("projector", "connector", "aligner", "merger", "mlp1", "mlp_AR"),
     *("embed_vision", "embed_audio", "visual_embeddings_table", "image_newline"),
-    *("patch_merge_mlp", "layerwise_projectors", "spatial_projectors", "mtp."),
+    *(
+        "patch_merge_mlp",
+        "vit_large_projector",
+        "layerwise_projectors",
+        "spatial_projectors",
+        "mtp.",
+    ),
 )
 """Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
 tokens."""
@@ -53,4 +59,5 @@ TEXT_PARTS: Mapping[str, TextPart] = {
         ("emu3", "granite_docling", "idefics2", "idefics3", "smolvlm"),
         TextPart("text_model"),
     ),
+    "step3p7": TextPart(""),
 }

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         HYV3Config,
         MiniMaxM2Config,
         SolarOpenConfig,
+        Step3p7TextConfig,
     )
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
         MiniMaxM3VLTextConfig,
@@ -46,6 +47,17 @@ SHARED = {
     "gate": "model.layers.{i}.mlp.shared_experts.gate_proj",
     "up": "model.layers.{i}.mlp.shared_experts.up_proj",
     "down": "model.layers.{i}.mlp.shared_experts.down_proj",
+}
+STEP = {
+    "out_gate": "model.layers.{i}.self_attn.g_proj",
+    "router": "model.layers.{i}.moe.gate",
+    "router_correction": "model.layers.{i}.moe.router_bias",
+    "experts_gate": "model.layers.{i}.moe.gate_proj.weight",
+    "experts_up": "model.layers.{i}.moe.up_proj.weight",
+    "experts_down": "model.layers.{i}.moe.down_proj.weight",
+    "gate": "model.layers.{i}.share_expert.gate_proj",
+    "up": "model.layers.{i}.share_expert.up_proj",
+    "down": "model.layers.{i}.share_expert.down_proj",
 }
 SINKS = {"sinks": "model.layers.{i}.self_attn.softmax_offset"}
 NAMES = WITHOUT_MLP | EXPERTS | CORRECTION | SHARED
@@ -251,6 +263,51 @@ def flint(config: FlintConfig) -> Family:
         settings=COUNTS,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
+
+
+def step3p5(config: Step3p7TextConfig) -> Family:
+    """The text of Step 3.7: QK-norms, gates of each head, windows in most layers, which
+    have more query heads; some layers bound their MLPs."""
+    layers = range(config.num_hidden_layers)
+    kinds = tuple(config.layer_types or ())
+    routed, shared = config.swiglu_limits, config.swiglu_limits_shared
+    experts = Experts(
+        count=config.n_routed_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=True,
+        scores="sigmoid",
+        corrected=True,
+        stacked=True,
+        out_in=True,
+    )
+    own_heads = {"sliding_attention": config.num_sliding_attention_heads}
+    scale = float(config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    family = replace(
+        of_columns(config, config.share_expert_dim),
+        names=WITHOUT_MLP | QK_NORMS | STEP,
+        norm_offset=1.0,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        partial_rotary=True,
+        head_gates=True,
+        query_heads=tuple(
+            own_heads.get(kind) or config.num_attention_heads for kind in kinds
+        ),
+        windows=sliding_layers(config),
+        ropes=kinds,
+        scales=(scale,) * len(layers),
+        experts=experts,
+        expert_limits=tuple(float(x or 0) for x in routed or ()),
+        bounds=tuple(Bound(float(x)) if x else None for x in shared or ()),
+        factors={"experts_down": config.moe_router_scaling_factor},
+        beside=tuple(f"layers.{config.num_hidden_layers + i}." for i in range(8)),
+        settings=(*COUNTS, "query_pre_attn_scalar"),
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
 
 
 def afmoe(config: AfmoeConfig) -> Family:

@@ -147,6 +147,7 @@ class ExpertBlock(nn.Module):
         count, inner = experts.count, experts.intermediate_size
         self.activation = activation
         self.routing = routing_of(experts)
+        self.loops = True
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
         sizes = {
             "gate": (hidden, inner),
@@ -175,7 +176,8 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weights(x.dtype)
         # Only CPUs run graphs of float32: there a loop over what is chosen pays.
-        if torch.compiler.is_exporting() and x.dtype == torch.float32:
+        is_looped = self.loops and torch.compiler.is_exporting()
+        if is_looped and x.dtype == torch.float32:
             return self._node(x, weights)
         return run_experts(x, weights, self.routing, self.activation)
 

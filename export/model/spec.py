@@ -132,6 +132,14 @@ class DecoderSpec:
         """Query heads for each KV head, where layers are alike."""
         return self.query_heads // self.kv_heads
 
+    def stored_heads(self, layer: int) -> int:
+        """Query heads that the checkpoint has in a layer."""
+        return (
+            self.family.query_heads[layer]
+            if self.family.query_heads
+            else self.query_heads
+        )
+
     def heads(self, layer: int) -> HeadShape:
         """The heads that a layer reads."""
         return self.shape.heads(layer)
@@ -244,13 +252,13 @@ def _spec(
     _refuse_settings(_text_settings(raw), family)
     served = _served(config.max_position_embeddings, max_seq_len)
     _check_dense(served, family)
-    heads = config.num_attention_heads
+    heads = max(family.query_heads, default=config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     head_dim = max([head_dim, *(own.head_dim for own in family.own_heads)])
     turning = head_dim
     if family.latent is not None:
         head_dim, turning = family.latent.key_dim, family.latent.turning
-    _check_sizes(config, family, turning)
+    _check_sizes(config, heads, family, turning)
     ropes, rope_of = (), ()
     # Of models whose layers all keep a state, or none, attention may know no positions.
     # Where a norm follows W_K, a basis cannot be folded: it is behind a RoPE that is still.
@@ -386,7 +394,8 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     text = _with_defaults(config.get_text_config())
     if text.model_type not in FAMILIES:
         raise _unsupported(text.to_dict())
-    text.tie_word_embeddings = config.tie_word_embeddings
+    tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    text.tie_word_embeddings = tied
     return text
 
 
@@ -462,12 +471,12 @@ def _check_own_heads(heads: int, family: Family) -> None:
         )
 
 
-def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> None:
-    heads, types = (
-        config.num_attention_heads,
-        set(getattr(config, "layer_types", None) or ()),
-    )
-    if family.kv_heads < 1 or heads % family.kv_heads:
+def _check_sizes(
+    config: PreTrainedConfig, heads: int, family: Family, head_dim: int
+) -> None:
+    types = set(getattr(config, "layer_types", None) or ())
+    every = {heads, *family.query_heads}
+    if family.kv_heads < 1 or any(one % family.kv_heads for one in every):
         raise KvlatheError(
             f"{heads} query heads do not divide over {family.kv_heads} KV heads",
             "",

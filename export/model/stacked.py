@@ -29,6 +29,8 @@ CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 CURVE = tuple(f"curve.{part}" for part in CURVE_PARTS)
 MAPS = {"gate": "experts_gate_up", "up": "experts_gate_up", "down": "experts_down"}
 """Name in the decoder's ``experts.<name>`` -> role."""
+APART = {"gate": "experts_gate", "up": "experts_up", "down": "experts_down"}
+"""The same, where gates and ups are stacks of their own."""
 STACKED = ("experts.router", *(f"experts.{name}" for name in MAPS))
 FACTORS = ("router_scale", "expert_scales", "experts_in_norm")
 """Roles of what is multiplied into routers and experts beside a dense MLP."""
@@ -38,7 +40,9 @@ ROLES = {
     CORRECTION: ("router_correction",),
     SCALAR: ("scalar",),
     **dict.fromkeys(CURVE, ("curve",)),
-    **dict.fromkeys((*STACKED, *BIASES), ("router", *MAPS.values(), *FACTORS)),
+    **dict.fromkeys(
+        (*STACKED, *BIASES), ("router", *MAPS.values(), *APART.values(), *FACTORS)
+    ),
 }
 """The family's roles that such tensors are stored under."""
 BLOCK = 32
@@ -117,10 +121,15 @@ def _stack_shapes(
         found[_stored(spec, "router_scale", layer)] = (hidden,)
         found[_stored(spec, "expert_scales", layer)] = (count,)
         found[f"{_stored(spec, 'experts_in_norm', layer)}.weight"] = (hidden,)
+    roles = spec.family.roles(layer)
     for role, ins, outs in (
         ("experts_gate_up", hidden, 2 * inner),
+        ("experts_gate", hidden, inner),
+        ("experts_up", hidden, inner),
         ("experts_down", inner, hidden),
     ):
+        if role not in roles:
+            continue
         stored = _stored(spec, role, layer)
         if experts.biased:
             found[f"{stored}_bias"] = (count, outs)
@@ -163,8 +172,9 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
         return (stored(f"{router}.weight").float().T * factor).contiguous()
     experts = spec.family.experts
     assert experts is not None
-    at = _stored(spec, MAPS[role], layer)
-    outputs = _outputs(experts, role)
+    apart = APART[role] in spec.family.roles(layer)
+    at = _stored(spec, (APART if apart else MAPS)[role], layer)
+    outputs = slice(None) if apart else _outputs(experts, role)
     if is_bias:
         bias = stored(f"{at}_bias").float()
         return bias if role == "down" else bias[:, None, outputs].contiguous()

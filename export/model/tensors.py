@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.export.model import latent, mixer_tensors, stacked
@@ -69,6 +70,8 @@ NORMS = (
 LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
 """Roles around the layers of what each layer is given of tokens."""
 QK_NORMS = ("q_norm", "k_norm")
+OF_QUERIES = ("q", "out_gate", "o")
+"""Roles of maps that have a part for each query head."""
 TO_STACK = (".{e}.gate_proj", ".gate_up_proj")
 """Name of one expert's map to gates -> that of all experts to gates and ups."""
 
@@ -205,7 +208,8 @@ def stacked_as_stored(spec: DecoderSpec, header: HeaderOf) -> DecoderSpec:
     Qwen3.5 with experts), [E, out, in] or [E, in, out]."""
     family = spec.family
     experts, names = family.experts, dict(family.names)
-    if experts is None or not (experts.halves or "experts_gate" in names):
+    apart = "experts_gate" in names and experts is not None and not experts.stacked
+    if experts is None or not (experts.halves or apart):
         return spec
     if not experts.stacked:
         names["experts_gate_up"] = names.pop("experts_gate").replace(*TO_STACK)
@@ -270,10 +274,12 @@ def _stored_shape(
     """(weight, bias) of a stored role."""
     if spec.family.latent is not None and role in latent.SHAPED:
         return latent.stored_shape(spec, role)
-    hidden, inner, q, kv = spec.hidden_size, 0, 0, 0
+    hidden, inner, q, kv, gates = spec.hidden_size, 0, 0, 0, 0
     if layer is not None:
         heads, inner = spec.heads(layer), spec.family.inner(layer)
-        q, kv = (n * heads.head_dim for n in (spec.query_heads, heads.kv_heads))
+        of_queries = spec.stored_heads(layer)
+        gates = of_queries * spec.out_gates // spec.query_heads
+        q, kv = (n * heads.head_dim for n in (of_queries, heads.kv_heads))
     tables = _table_shapes(spec)
     if role in tables:
         return tables[role], (spec.vocab_size,)
@@ -302,7 +308,7 @@ def _stored_shape(
         "k": kv,
         "v": kv,
         "qkv": q + 2 * kv,
-        "out_gate": spec.out_gates,
+        "out_gate": gates,
         "q_out_gate": 2 * q,
         "gate": inner,
         "up": inner,
@@ -372,7 +378,7 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
 
     A view, or a copy in the stored dtype where the order of dims changes.
     """
-    layer, role, _ = split_name(name)
+    layer, role, kind = split_name(name)
     if role == "positions":
         return stored[spec.family.position_offset :]
     if stored.ndim == 2 and (
@@ -387,7 +393,21 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
         assert layer is not None
         order = torch.tensor(spec.order(layer), device=stored.device)
         stored = stored.unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
+    of_queries = role in OF_QUERIES and (role, kind) != ("o", "bias")
+    if layer is not None and of_queries and spec.family.query_heads:
+        stored = _filled(spec, role, layer, stored)
     return stored
+
+
+def _filled(spec: DecoderSpec, role: str, layer: int, stored: Tensor) -> Tensor:
+    """``stored`` with zeros for the query heads of each KV head that the layer lacks."""
+    if role == "o":
+        stored = stored.T
+    kv_heads = spec.heads(layer).kv_heads
+    group, most = spec.stored_heads(layer) // kv_heads, spec.group(layer)
+    by_head = stored.unflatten(-1, (kv_heads, group, -1))
+    filled = F.pad(by_head, (0, 0, 0, most - group)).flatten(-3)
+    return filled.T if role == "o" else filled
 
 
 def _unfused(spec: DecoderSpec, role: str, layer: int, stored: Tensor) -> Tensor:

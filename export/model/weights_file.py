@@ -198,6 +198,7 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         norm_after_rope=spec.family.norm_after_rope,
         logit_softcap=spec.family.logit_softcap,
         bounds=spec.family.bounds,
+        expert_limits=spec.family.expert_limits,
         routing=experts and routing_of(experts),
         temperature=spec.family.temperature,
         outputs=tuple(head_places(plan, layer) for layer in gated),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlathe.layers.bounds import Bound
@@ -49,6 +49,7 @@ class Wiring:
     logit_softcap: float = 0.0
     bounds: tuple[Bound | None, ...] = ()
     routing: Routing | None = None
+    expert_limits: tuple[float, ...] = ()
     temperature: Temperature | None = None
     outputs: tuple[HeadPlaces, ...] = ()
     latent: LatentForm | None = None
@@ -60,11 +61,17 @@ class Wiring:
         """That of a layer's MLP."""
         return self.bounds[layer] if self.bounds else None
 
+    def routing_of(self, layer: int) -> Routing | None:
+        """That of a layer's experts."""
+        if self.routing is None or not self.expert_limits:
+            return self.routing
+        return replace(self.routing, limit=self.expert_limits[layer])
+
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
         """JSON has lists where this has tuples."""
         fields = dict(raw)
-        for name in ("scales", "ropes", "mixes"):
+        for name in ("scales", "ropes", "mixes", "expert_limits"):
             fields[name] = tuple(raw.get(name, ()))
         fields["outputs"] = tuple(map(_places, raw.get("outputs", ())))
         fields["bounds"] = tuple(x and Bound(**x) for x in raw.get("bounds", ()))

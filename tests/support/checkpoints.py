@@ -41,7 +41,7 @@ OWN_HEADS = tuple(
 STATEFUL = ("Lfm", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
 STATEFUL += ("FalconH1", "OlmoHybrid")
 """Beginnings of the names of models whose layers keep states."""
-GATED = ("Afmoe", "Lfm3", "Qwen3Next", "Qwen3_5")
+GATED = ("Afmoe", "Lfm3", "Qwen3Next", "Qwen3_5", "Step3p7")
 """Those of models with gates of outputs."""
 
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import transformers
 
-from tests.support.families.sizes import GRANITE, GROUPED, MIDDLE_FULL, PHI, YARN, sizes
-
-TWO_ROPES: dict[str, Any] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-}
+from tests.support.families.sizes import (
+    GRANITE,
+    GROUPED,
+    MIDDLE_FULL,
+    PHI,
+    TWO_ROPES,
+    YARN,
+    sizes,
+)
 
 HAS_BOUND = hasattr(transformers.GptOssConfig, "swiglu_limit")
 

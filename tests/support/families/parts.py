@@ -9,8 +9,10 @@ from tests.support.families.sizes import (
     DELTA,
     GROUPED,
     LATENT_YARN,
+    MIDDLE_FULL,
     PHI,
     TEMPERATURE,
+    TWO_ROPES,
     YARN,
     latent,
     sizes,
@@ -138,6 +140,23 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": dict.fromkeys(SMALL, 16)
             | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8},
             "projector_hidden_size": 16,
+        },
+    ),
+    "step3p7": (
+        "Step3p7",
+        {
+            "text_config": sizes(64, 4, 2, 32, num_hidden_layers=3, sliding_window=24)
+            | {"n_routed_experts": 6, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 24, "share_expert_dim": 40}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+            | {"num_sliding_attention_heads": 6}
+            | MIDDLE_FULL
+            | {"query_pre_attn_scalar": 24, "moe_router_scaling_factor": 0.7}
+            | {"swiglu_limits": [0, 0, 0.3], "rope_parameters": TWO_ROPES}
+            | {"swiglu_limits_shared": [0.4, 0, 0.6]},
+            "vision_config": dict.fromkeys(SMALL, 16)
+            | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+            | {"mlp_ratio": 1.0},
         },
     ),
     "qwen3_5": (

@@ -20,6 +20,11 @@ ONE_ROPE = {
     "full_attention": None,
 }
 
+TWO_ROPES: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+
 LATENT_YARN = {"mscale": 0.7, "mscale_all_dim": 0.7}
 
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -257,7 +257,7 @@ class _Layer:
         if wiring.wide_qk_norm and group.size > 1:
             of_heads = partial(_wide_norm, tensors, wiring.norm_eps, group)
         self.q_norm, self.k_norm = of_heads("q_norm"), of_heads("k_norm")
-        self.experts = _experts(wiring, _taken(tensors, "experts."), group)
+        self.experts = _experts(wiring, layer, _taken(tensors, "experts."), group)
         self.parts = LayerParts(wiring, own, rows, tensors, norm)
         curve = _taken(tensors, "curve.")
         self.curve = partial(xielu, **curve) if curve else None
@@ -399,12 +399,13 @@ def _out_gates(
 
 
 def _experts(
-    wiring: Wiring, tensors: dict[str, Tensor], group: ShardGroup
+    wiring: Wiring, layer: int, tensors: dict[str, Tensor], group: ShardGroup
 ) -> RowMap | None:
     """Every shard has some columns of each expert."""
-    if not tensors or wiring.routing is None:
+    routing = wiring.routing_of(layer)
+    if not tensors or routing is None:
         return None
-    own = experts_map(tensors, wiring.routing, wiring.activation)
+    own = experts_map(tensors, routing, wiring.activation)
     return own if group.size == 1 else lambda x: group.sum(own(x))
 
 

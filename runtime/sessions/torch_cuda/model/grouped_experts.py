@@ -95,8 +95,8 @@ def experts_map(
     Raises KvlatheError where their weights are codes, which those kernels alone read."""
     dtype = tensors["router"].dtype
     try:
-        reason = f"they compute in {dtype}, not in 16 bits"
-        if dtype in HALVES:
+        reason = _refusal(dtype, routing)
+        if not reason:
             grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
             grouped.try_out()
             return grouped
@@ -111,6 +111,13 @@ def experts_map(
     tell(reason)
     weights = ExpertWeights(**tensors)
     return partial(run_experts, weights=weights, routing=routing, activation=activation)
+
+
+def _refusal(dtype: torch.dtype, routing: Routing) -> str:
+    """The reason for which the kernels are not tried; empty where they are."""
+    if routing.limit and not routing.alpha:
+        return "what their activation gives is bounded"
+    return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
 @cache
