@@ -155,7 +155,7 @@ HEAVY = {
 }
 """What building an engine takes and running one must not."""
 TORCH_RUNS = re.compile(
-    r"runtime/sessions/torch_cuda/[\w/]+\.py|kvlathe/layers/\w+\.py|integrations/vllm/\S+"
+    r"runtime/sessions/torch_cuda/[\w/]+\.py|kvlathe/layers/\w+\.py|integrations/\S+"
 )
 """But for the backend that is torch, whose modules (and what they share) are imported
 when such an engine is loaded, and for what vLLM loads."""

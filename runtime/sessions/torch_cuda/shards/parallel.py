@@ -242,7 +242,7 @@ class TensorParallel:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """The number of the shard with most."""
+        """The bytes of the shard with most."""
         shapes = decoder_shapes(self.folder, DECODER_FILE)
         sizes: list[int] = []
         for shard in range(self.dealt.num_shards):

@@ -1,0 +1,1 @@
+"""LMCache with the codec of kvlathe (docs/lmcache.md)."""
