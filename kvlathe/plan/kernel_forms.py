@@ -4,8 +4,6 @@ plan."""
 
 from __future__ import annotations
 
-import os
-
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
 from kvlathe.plan.plan import CompressionPlan
@@ -18,7 +16,7 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    return unproven_refusal(plan) or forms_refusal(plan) or ranking_refusal(plan)
+    return forms_refusal(plan) or ranking_refusal(plan)
 
 
 def is_wide(plan: CompressionPlan) -> bool:
@@ -47,18 +45,6 @@ UNLIKE = "its layers have heads of unlike shapes, or share caches"
 UNPROVEN = "KVLATHE_UNPROVEN"
 """With this environment variable at 1, engines may use kernels whose tests have not all
 passed on a GPU."""
-
-
-def unproven_refusal(plan: CompressionPlan) -> Refusal | None:
-    """The refusal of layers that differ: all their tests have passed on a CPU, not on a
-    GPU (docs/native.md)."""
-    if plan.model.alike_heads or os.environ.get(UNPROVEN) == "1":
-        return None
-    return (
-        f"{UNLIKE}, and the kernels for it have not passed all their tests on a GPU",
-        "build with --backend onnxruntime and run it on a CPU, or set "
-        f"{UNPROVEN}=1 to run it all the same",
-    )
 
 
 def unlike_refusal(plan: CompressionPlan) -> Refusal | None:
