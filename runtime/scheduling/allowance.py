@@ -14,9 +14,9 @@ from kvlathe.runtime.scheduling.admission import Mean
 
 SHARE = 0.005
 """Of the time of steps."""
-MOST = 7.0
+MOST = 5.0
 """Steps whose time may be lost at once."""
-LENT = 0.02
+LENT = 0.01
 """Of what guesses promise to save, while nothing is left for them."""
 FADE, RETRY = 0.98, 0.999
 """Weight of a step with guesses relative to the next, and of all over a look."""

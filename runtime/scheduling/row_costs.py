@@ -11,6 +11,7 @@ IDLE_DECAY = 0.99  # the same over a step without more rows: guessing is tried a
 PRIOR = ((1, 0.3), (9, 0.9))  # (extra rows, slowdown) before any measurement
 MIN_PLAIN_STEPS = 3  # without more rows, before any has more: the first may be slow
 MAX_SLOWDOWN = 4.0  # a step that takes longer was held up by something else
+WARM_UP = 2  # steps with more rows that say nothing: what they need is loaded first
 MAX_AGE = 64  # steps with more rows until one without is measured again
 
 
@@ -24,7 +25,7 @@ class RowCosts:
         self._sums: dict[int, list[float]] = {}
         self._ended = 0
         self._seen: dict[int, int] = {}  # sequences that had ended then
-        self._since = 0
+        self._since = self._tried = 0
         self._last: float | None = None  # x of the step before, if it had more rows
 
     def plain(self, sequences: int) -> float:
@@ -58,7 +59,8 @@ class RowCosts:
             mean.add(seconds)
             return
         self._since += 1
-        if mean.count:
+        self._tried += 1
+        if mean.count and self._tried > WARM_UP:
             self._last = rows * self._each(sequences)
             self._add(sequences, self._last, seconds / mean.value - 1)
 

@@ -78,6 +78,7 @@ class Speculation(StepPart):
         self._chances: Mapping[Sequence, Items[float]] = {}  # of the last look
         self._looked = 0.0  # seconds of the host for the next step
         self._rest = 0  # steps until the next look
+        self._unseen = 0  # steps since the last one
         self._paused = 0  # steps of it that are left
 
     def guesses(
@@ -88,6 +89,7 @@ class Speculation(StepPart):
         self.eager = False
         self._paused = max(0, self._paused - 1)
         self._rest -= 1
+        self._unseen += 1
         if not decoding or self.drafter is None or self._paused or self._rest >= 0:
             return {}
         started = time.perf_counter()
@@ -100,9 +102,10 @@ class Speculation(StepPart):
             self._paused = PAUSE
             return {}
         finally:
+            self._unseen = 0
             seconds = time.perf_counter() - started
             self._looked += seconds
-            if self.allowance.left <= 0:
+            if self.allowance.left <= self._looked + seconds:  # and the next look
                 self._rest = self.allowance.rest(seconds)
 
     def _guesses(
@@ -151,7 +154,8 @@ class Speculation(StepPart):
         likely.sort(key=lambda pair: pair[0], reverse=True)
         best = GAIN / self.costs.times(0, sequences)
         tokens, taken, promised = 1.0, 0, 0.0
-        plain, left = self.costs.plain(sequences), self.allowance.left
+        plain = self.costs.plain(sequences)
+        left = self.allowance.left - self._looked
         trust = self.trust.share / sequences
         for rows, (chance, _) in enumerate(likely[:room], 1):
             tokens += chance * trust
@@ -164,7 +168,7 @@ class Speculation(StepPart):
             else:
                 promised = plain * (tokens - longer)
         if promised:
-            self.allowance.lend(promised)
+            self.allowance.lend(promised * self._unseen)
         counts: dict[Sequence, int] = {}
         for _, sequence in likely[:taken]:
             counts[sequence] = counts.get(sequence, 0) + 1
@@ -222,8 +226,8 @@ class Speculation(StepPart):
         looked, self._looked = self._looked, 0.0
         if rows:
             self.costs.ran(rows, sequences, seconds)
-            whole = plain * (1 + stayed / sequences)
-            lost = min(seconds, MAX_SLOWDOWN * whole) - whole
+            lost = seconds - plain * (1 + stayed / sequences)
+            lost = min(lost, plain * MAX_SLOWDOWN)
         else:
             seconds = max(seconds - looked, seconds / 2)
             lost = looked

@@ -360,3 +360,33 @@ def test_a_thousand_steps_of_any_mix_lose_a_fiftieth_at_most(
     assert took[1] <= took[0] * (1 + 0.02 * max(1, 1000 / steps))
     if error < 0.1 and limits.max_batch_size == 1 and look < 1e-3:
         assert took[1] < 0.8 * took[0]
+
+
+class Cold(Waits):
+    """Its first step with guesses loads what such steps need."""
+
+    cold = True
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        guesses = len(step.logit_rows) > len(step.cu_seqlens_q) - 1
+        self.clock.now += 0.5 * (guesses and self.cold)
+        self.cold = self.cold and not guesses
+        return super().run(step)
+
+
+def test_a_first_step_that_is_slow_does_not_end_guessing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    engine = engine_for("one", 2000)
+    session = engine.session = Cold(engine.pool.plan, engine.pool)
+    session.price(clock, 1)
+    session.first, session.each = 0.4, 0.05
+    made = engine.speculate(Speculation(Liar(1, 0)))
+    cast(Liar, made.drafter).price(clock, 1e-5)
+    sequence = sequence_for(engine, [1, 2], 300)
+    engine.scheduler.add(sequence)
+    while not sequence.finish_reason:
+        engine.step()
+    assert not session.cold and made.drafted > 200
