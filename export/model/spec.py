@@ -394,8 +394,8 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     text = _with_defaults(config.get_text_config())
     if text.model_type not in FAMILIES:
         raise _unsupported(text.to_dict())
-    tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    text.tie_word_embeddings = tied
+    if hasattr(config, "tie_word_embeddings"):  # else the text's own says it
+        text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
