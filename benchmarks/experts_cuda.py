@@ -389,8 +389,6 @@ class Model:
             experts = layer.experts
             assert isinstance(experts, GroupedExperts)
             setattr(experts, "chosen", _counted(experts, count))  # noqa: B010
-        # The memory of graphs goes with the last of them, and new ones then have none.
-        self._kept = dict(self.session._graphs)
         self.session._graphs.clear()
         self.seconds(BATCH, 64, 8)
         return counts.tolist()

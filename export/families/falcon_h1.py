@@ -11,7 +11,7 @@ from kvlathe.export.families.family import Family, Mixer
 from kvlathe.export.families.llama import NAMES, gated
 from kvlathe.export.families.spaces import space_names
 from kvlathe.export.families.stateful import LAYER
-from kvlathe.layers.mixers import Mixing
+from kvlathe.layers.mixers import MOST_STEP, Mixing
 
 if TYPE_CHECKING:
     from transformers import FalconH1Config
@@ -73,7 +73,7 @@ def _mixer(config: FalconH1Config) -> Mixer:
         norm_eps=config.rms_norm_eps,
         norm_groups=groups,
         least_step=float(least),
-        most_step=float(most),
+        most_step=min(float(most), MOST_STEP),
     )
     names = space_names(LAYER + "mamba.")
     if not config.mamba_rms_norm:

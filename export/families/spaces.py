@@ -14,7 +14,7 @@ from kvlathe.export.families.granite import (
 )
 from kvlathe.export.families.llama import NAMES, llama
 from kvlathe.export.families.stateful import LAYER, mixing_layers
-from kvlathe.layers.mixers import Mixing
+from kvlathe.layers.mixers import MOST_STEP, Mixing
 
 if TYPE_CHECKING:
     from transformers import BambaConfig, GraniteMoeHybridConfig
@@ -82,7 +82,7 @@ def _space(
         norm_eps=norm_eps,
         norm_groups=groups,
         least_step=float(least),
-        most_step=float(most),
+        most_step=min(float(most), MOST_STEP),
     )
     return Mixer(
         mixing,

@@ -152,7 +152,9 @@ def write_decoder(
         "wiring": asdict(wiring(spec, plan)),
         "tensors": tensors,
     }
-    (out_dir / DECODER_FILE).write_text(json.dumps(index, indent=1), "utf-8")
+    (out_dir / DECODER_FILE).write_text(
+        json.dumps(index, indent=1, allow_nan=False), "utf-8"
+    )
 
 
 def decoder_places(

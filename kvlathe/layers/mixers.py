@@ -23,6 +23,8 @@ from torch import Tensor
 RowMap = Callable[[Tensor], Tensor]
 LEAST_NORM = 1e-6
 """Added to squared lengths of queries and keys that a delta rule normalizes."""
+MOST_STEP = 3e38
+"""No bound of a state space's steps, which are float32: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Mixing:
     norm_eps: float = 1e-6
     norm_groups: int = 1
     least_step: float = 0.0
-    most_step: float = float("inf")
+    most_step: float = MOST_STEP
     strength: float = 1.0
 
     @property

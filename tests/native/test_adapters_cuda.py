@@ -126,3 +126,19 @@ def test_adapters_come_back_after_a_sleep(
     ours.load_adapter("late", adapters / "green")
     assert ours.generate(PROMPTS[:1], params)[0].token_ids == before
     ours.unload_adapter("late")
+
+
+def test_an_adapter_is_taken_after_answers_that_all_had_another(
+    library: Library, adapters: Path, tmp_path: Path
+) -> None:
+    """Graphs with adapters are all that there are, and go as the second one comes."""
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    params = [SamplingParams(16, ignore_eos=True, adapter=x) for x in ("red", "green")]
+    with engine_pair(tmp_path, library.path, LIMITS) as (ours, _):
+        answers: list[list[int]] = []
+        for one in params:
+            ours.load_adapter(str(one.adapter), adapters / str(one.adapter))
+            answers.append(ours.generate(PROMPTS[:1], one)[0].token_ids)
+        again = [ours.generate(PROMPTS[:1], one)[0].token_ids for one in params]
+    assert again == answers and answers[0] != answers[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,7 @@ class TorchDevice:
     def __init__(self) -> None:
         """Raises KvlatheError where torch sees no GPU."""
         require_gpu()
-        self._memory_of_graphs = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     @property
     def name(self) -> str:
@@ -141,7 +142,11 @@ class TorchDevice:
         return event.synchronize
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As Device.capture. Graphs share memory. torch lets go of it with the last of
+        them, and refuses to capture there again: the next one takes its own."""
+        other = next(iter(self._graphs), None)  # has the memory until this one does
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory_of_graphs):
+        with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
             work()
+        self._graphs.add(graph)
         return graph.replay

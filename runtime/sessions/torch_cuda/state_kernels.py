@@ -310,7 +310,7 @@ def head_step(
         *(channels, channels.stride(0), gates, gates.stride(0)),
         *(parts.decay, parts.step_bias, skip, y),
         *(memory, memory.stride(0), *slots, sequences, rows),
-        *(mixing.least_step, min(mixing.most_step, 3e38), mixing.strength),
+        *(mixing.least_step, mixing.most_step, mixing.strength),
         *(mixing.key_dim**-0.5, LEAST_NORM),
         H=mixing.heads,
         GROUPS=mixing.groups,

@@ -56,7 +56,7 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model import rows
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
-from tests.support.checkpoints import ON_GPUS, whole_plan
+from tests.support.checkpoints import ON_GPUS, WITH_STATES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
 LOADS = [(2, 10_000, True), (2, 10, False), (8, 100, True), (1, 10_000, False)]
@@ -112,6 +112,17 @@ def test_every_family_computes_what_the_exporter_defines(
     torch.testing.assert_close(
         logits_of(twin, decoder, ids), expected, atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_wiring_of_layers_with_states_is_json_without_infinities(
+    name: str, reference: Reference
+) -> None:
+    spec = Checkpoint(reference(name)[0]).spec
+    facts = wiring(spec, whole_plan(spec))
+    text = json.dumps(dataclasses.asdict(facts), allow_nan=False)
+    assert facts.mixing is not None
+    assert Wiring.from_json(json.loads(text)) == facts
 
 
 def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
