@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.console import log
 from kvlathe.base.hub import model_name
-from kvlathe.base.lora_file import Product, digest_of, read_lora
+from kvlathe.base.lora_file import Product, read_lora
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import other_names, stored_shapes
 
@@ -41,7 +41,7 @@ class Merged:
     names of the maps. ``base``: the checkpoint's folder. ``digest`` tells adapters
     apart; it is empty where nothing is added.
 
-    Opening reads headers only. Raises KvlatheError for an adapter that is more than
+    Opening reads the adapters. Raises KvlatheError for an adapter that is more than
     LoRA of maps, or of another model.
     """
 
@@ -55,7 +55,7 @@ class Merged:
             found = read_lora(adapter, sizes)
             _warn_of_other_base(adapter, found.base, base)
             if adapter.weight:  # nothing is added by 0, not even to -0.0
-                self.digest += digest_of(adapter)
+                self.digest += found.digest
                 for product in found.products:
                     own = maps[product.module]
                     self._products.setdefault(own.stored, []).append((own, product))

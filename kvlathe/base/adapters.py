@@ -28,10 +28,19 @@ class Adapter:
 
 
 def read_adapter(asked: str | Path) -> Adapter:
-    """``DIR`` or ``DIR=0.5``. Raises KvlatheError for a weight that is no number."""
+    """``DIR`` or ``DIR=0.5``. Raises KvlatheError for a weight that is no number, and
+    for a path that cannot be one."""
     text = str(asked)
     folder, divider, number = text.rpartition("=")
-    if not divider or Path(text).is_dir():
+    try:
+        is_folder = Path(text).is_dir()
+    except OSError as error:
+        raise KvlatheError(
+            f"--lora {text} cannot be used",
+            str(error),
+            "give a folder that can be read",
+        ) from error
+    if is_folder or not divider:
         return Adapter(Path(text))
     try:
         weight = float(number)

@@ -11,13 +11,13 @@ from kvlathe.base.errors import KvlatheError
 REPLACE = "replace it with the checkpoint's own file"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is no such file. Raises KvlatheError
-    where it holds anything else."""
-    if not path.is_file():
+def read_object(path: Path, data: bytes | None = None) -> dict[str, Any]:
+    """The JSON object in ``path``, or in the ``data`` that were read of it; empty if
+    there is no such file. Raises KvlatheError where it holds anything else."""
+    if data is None and not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads((path.read_bytes() if data is None else data).decode())
     except RecursionError as error:
         raise KvlatheError(
             f"{path} cannot be read", "it is nested too deep", REPLACE

@@ -3,6 +3,7 @@ what is refused because it is more than a product of two matrices."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ REMEDY = "merge it with PEFT (merge_and_unload), save the model and build that"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """``modules``: an expression of names, or names and ends of names."""
+    """``modules``: an expression of names, or names and ends of names. ``digest``:
+    SHA-256 of the file."""
 
     path: Path
     r: float
@@ -52,6 +54,7 @@ class LoraConfig:
     square_root: bool
     modules: str | tuple[str, ...]
     base: str
+    digest: str
 
     def names(self, module: str) -> bool:
         """Whether target_modules has a map of the model."""
@@ -93,9 +96,13 @@ class LoraConfig:
 def read_lora_config(adapter: Adapter) -> LoraConfig:
     """Raises KvlatheError for a folder that holds no adapter, and for one that adds
     more than products."""
-    _check_files(adapter)
     path = adapter.folder / CONFIG
-    said = cast("dict[str, object]", read_object(path))
+    try:
+        _check_files(adapter)
+        data = path.read_bytes()
+    except OSError as error:
+        raise refusal(adapter, str(error), "give a folder that can be read") from error
+    said = cast("dict[str, object]", read_object(path, data))
     _refuse_foreign(adapter, said)
     rank = _numbers(path, "r", {"": said.get("r", 8)})
     alpha = _numbers(path, "lora_alpha", {"": said.get("lora_alpha", 8)})
@@ -111,6 +118,7 @@ def read_lora_config(adapter: Adapter) -> LoraConfig:
         bool(said.get("use_rslora")),
         _modules(path, said.get("target_modules")),
         str(said.get("base_model_name_or_path") or ""),
+        hashlib.sha256(data).hexdigest(),
     )
 
 

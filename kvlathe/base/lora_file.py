@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.adapters import WEIGHTS, Adapter
-from kvlathe.base.digests import sha256_files
 from kvlathe.base.lora_config import (
     LoraConfig,
     read_lora_config,
@@ -51,10 +50,12 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter that fits its model. ``base``: the model that it says it is of."""
+    """An adapter that fits its model. ``base``: the model that it says it is of.
+    ``digest`` tells adapters apart: SHA-256 of all that is added."""
 
     products: tuple[Product, ...]
     base: str
+    digest: bytes
 
 
 def tensor_name(module: str, side: str) -> str:
@@ -62,14 +63,8 @@ def tensor_name(module: str, side: str) -> str:
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
-def digest_of(adapter: Adapter) -> bytes:
-    """Tells adapters apart: SHA-256 of all that is added."""
-    digests = (*sha256_files(adapter.files), repr(adapter.weight))
-    return hashlib.sha256(" ".join(digests).encode()).digest()
-
-
 def read_lora(adapter: Adapter, maps: Mapping[str, Sizes]) -> LoraAdapter:
-    """The products of an adapter to a model with these ``maps``. Reads headers only.
+    """The products of an adapter to a model with these ``maps``. Reads its files once.
     Raises KvlatheError for an adapter that is more than LoRA of maps, or of another
     model."""
     config = read_lora_config(adapter)
@@ -87,7 +82,9 @@ def read_lora(adapter: Adapter, maps: Mapping[str, Sizes]) -> LoraAdapter:
         _check_shapes(adapter, config, file, module, maps[module])
         scale = adapter.weight * config.scale(module)
         products.append(Product(file, module, int(config.rank(module)), scale))
-    return LoraAdapter(tuple(products), config.base)
+    digests = " ".join((config.digest, file.digest, repr(adapter.weight)))
+    digest = hashlib.sha256(digests.encode()).digest()
+    return LoraAdapter(tuple(products), config.base, digest)
 
 
 def _modules(adapter: Adapter, file: ArrayFile) -> list[str]:

@@ -1,11 +1,12 @@
 """Safetensors files, read by numpy alone: a header of JSON, then numbers.
 
-The form is https://huggingface.co/docs/safetensors; what is read is mapped, and the
-header is believed in nothing that the file does not hold.
+The form is https://huggingface.co/docs/safetensors; the header is believed in nothing
+that the file does not hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -37,13 +38,15 @@ class Entry:
 
 
 class ArrayFile:
-    """The tensors in ``path``. Opening reads the header; raises KvlatheError for a file
-    that is truncated or damaged."""
+    """The tensors in ``path``, and the SHA-256 ``digest`` of it. Opening reads all of
+    it, once: what becomes of the file later changes nothing. Raises KvlatheError for a
+    file that is truncated or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._bytes = np.memmap(path, np.uint8, "r")
+            data = path.read_bytes()
+            self._bytes = np.frombuffer(data, np.uint8)
             self.entries = self._read_header()
         except (OSError, ValueError, LookupError, *NO_HEADER) as error:
             raise KvlatheError(
@@ -51,6 +54,7 @@ class ArrayFile:
                 f"it is truncated or damaged ({error})",
                 "download or save it again",
             ) from error
+        self.digest = hashlib.sha256(data).hexdigest()
 
     def _read_header(self) -> dict[str, Entry]:
         size = int(self._bytes[:PREFIX].view("<u8")[0])

@@ -247,7 +247,7 @@ def _serve(
     bound: socket.socket,
     tracer_provider: TracerProvider | None,
 ) -> None:
-    name = settings.model or (llm.manifest.model if llm.manifest else folder)
+    name = served_name(llm, settings, folder)
     metrics = Metrics(name)
     engine = AsyncEngine(llm, settings.max_waiting, metrics)
     metrics.watch(engine)
@@ -307,8 +307,9 @@ def load(folder: Path, settings: Settings) -> LLM:
         llm.code_cold_pages()
     if settings.speculative is not None:
         llm.speculate(settings.speculative, settings.num_speculative_tokens)
+    taken = served_name(llm, settings, folder.name)
     for asked in settings.adapters:
-        llm.load_adapter(*named_adapter(asked))
+        llm.load_adapter(*named_adapter(asked, taken))
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     fact = "there is no memory for the CUDA graphs of decode steps"
@@ -316,14 +317,26 @@ def load(folder: Path, settings: Settings) -> LLM:
     return llm
 
 
-def named_adapter(asked: str) -> tuple[str, str]:
-    """Name and path of ``NAME=PATH``. Raises KvlatheError for anything else."""
+def served_name(llm: LLM, settings: Settings, folder: str) -> str:
+    """The name that requests give of the model itself."""
+    return settings.model or (llm.manifest.model if llm.manifest else folder)
+
+
+def named_adapter(asked: str, taken: str) -> tuple[str, str]:
+    """Name and path of ``NAME=PATH``. Raises KvlatheError for anything else, and for
+    the name that is ``taken`` by the model."""
     name, divider, path = asked.partition("=")
     if not (divider and name.strip() and path):
         raise KvlatheError(
             f"--lora {asked} cannot be read",
             "it does not say by which name requests ask for the adapter",
             "write --lora NAME=PATH",
+        )
+    if name == taken:
+        raise KvlatheError(
+            f"--lora {asked} cannot be used",
+            f"the model itself has the name {name}",
+            "give the adapter another one",
         )
     return name, path
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvlathe.base.adapters import read_adapter as as_adapter
 from kvlathe.base.console import human_bytes, log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan import manifest as manifests
 from kvlathe.plan.adapter_maps import ADAPTERS_FILE, AdapterMaps
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.engine import Engine
@@ -55,7 +56,8 @@ class EngineAdapters:
                     f"it was read from {self._known[name].adapter.folder}",
                     "unload that one first, or give another name",
                 )
-            loaded = read_adapter(name, as_adapter(path), self._maps())
+            maps, dtype = self._maps()
+            loaded = read_adapter(name, as_adapter(path), maps, dtype)
             self._thread.call(lambda: self._engine.session.take_adapter(loaded))
             self._known[name] = loaded
         size = human_bytes(loaded.bytes)
@@ -66,12 +68,13 @@ class EngineAdapters:
         """As LLM.unload_adapter."""
         with self._lock:
             loaded = self.find(name)
-            del self._known[name]
             self._thread.call(lambda: self._engine.session.drop_adapter(loaded))
+            del self._known[name]
 
-    def _maps(self) -> AdapterMaps:
-        """The maps that adapters may change. Raises KvlatheError where there are
-        none."""
+    def _maps(self) -> tuple[AdapterMaps, str]:
+        """The maps that adapters may change, and the engine's type. Raises KvlatheError
+        where there are none, and Asleep while no session could tell."""
+        session = self._thread.call(lambda: self._engine.session)
         fact = "this engine takes no adapters at run time"
         if self._folder is None or not (self._folder / ADAPTERS_FILE).is_file():
             raise KvlatheError(
@@ -79,11 +82,12 @@ class EngineAdapters:
                 "it was built without --enable-lora",
                 "build it with that, or merge the adapter: build with --lora",
             )
-        if "adapters" not in self._engine.session.capabilities:
-            kind = type(self._engine.session).__name__
+        if "adapters" not in session.capabilities:
+            kind = type(session).__name__
             raise KvlatheError(
                 fact,
                 f"{kind}, which runs it, has no products beside its maps",
                 "run it on a CPU, or build it for the cuda backend and run it on one GPU",
             )
-        return AdapterMaps.read(self._folder)
+        dtype = manifests.read(self._folder).compute_dtype
+        return AdapterMaps.read(self._folder), dtype

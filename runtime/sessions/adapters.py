@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.lora_file import OTHER_BASE, digest_of, read_lora
+from kvlathe.base.lora_file import OTHER_BASE, read_lora
 from kvlathe.plan.adapter_maps import AdapterMaps, LowRank
 
 
@@ -37,15 +37,24 @@ class LoadedAdapter:
         return sum(one.a.nbytes + one.b.nbytes for one in self.maps.values())
 
 
+LARGEST = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": float(np.finfo(np.float16).max),
+    "bfloat16": 255 * 2.0**120,
+}
+"""The largest number of each type that an engine computes in."""
 Adapters = Sequence[LoadedAdapter | None]
 """Of each sequence of a step; None: none."""
 
 
-def read_adapter(name: str, adapter: Adapter, maps: AdapterMaps) -> LoadedAdapter:
+def read_adapter(
+    name: str, adapter: Adapter, maps: AdapterMaps, dtype: str
+) -> LoadedAdapter:
     """Raises KvlatheError for an adapter that is none of the engine's model, or more
-    than this."""
+    than this, and for numbers that are too large for ``dtype``, the engine's type."""
     found: dict[str, LowRank] = {}
-    for product in read_lora(adapter, maps.sizes).products:
+    read = read_lora(adapter, maps.sizes)
+    for product in read.products:
         a, b = product.a, product.b
         for own in maps.of(product.module):
             if own.name in found:
@@ -54,8 +63,24 @@ def read_adapter(name: str, adapter: Adapter, maps: AdapterMaps) -> LoadedAdapte
                     f"it changes {own.name} twice, the second time as {product.module}",
                     OTHER_BASE,
                 )
-            found[own.name] = maps.folded(own, a, b, product.scale)
-    return LoadedAdapter(name, adapter, digest_of(adapter), found)
+            with np.errstate(over="ignore", invalid="ignore"):
+                found[own.name] = maps.folded(own, a, b, product.scale)
+            _check_finite(adapter, own.name, found[own.name], dtype)
+    return LoadedAdapter(name, adapter, read.digest, found)
+
+
+def _check_finite(adapter: Adapter, name: str, map_: LowRank, dtype: str) -> None:
+    """B multiplies the zeros of all other rows of a step: one infinity in it would make
+    them NaN."""
+    for array in (map_.a, map_.b, map_.shift):
+        if array is None or np.abs(array).max(initial=0) <= LARGEST[dtype]:
+            continue
+        raise KvlatheError(
+            f"{adapter.folder} cannot be used",
+            f"what it adds to {name} is not finite in {dtype}, the engine's type",
+            "give it a smaller weight, as in PATH=0.01, or build the engine in a type "
+            "of a wider range",
+        )
 
 
 def distinct(adapters: Adapters) -> tuple[LoadedAdapter, ...]:

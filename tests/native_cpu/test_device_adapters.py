@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
+from kvlathe.base.adapters import Adapter
+from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.adapter_maps import AdapterMaps
 from kvlathe.plan.engine_folder import read_plan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.adapters import read_adapter
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.adapter_cases import ALPHAS, SIZES, case_basis, made_case
@@ -86,3 +93,26 @@ def test_an_adapter_that_comes_later_leaves_others_as_they_were(
     assert answers[0].token_ids == answers[2].token_ids != before
     ours.unload_adapter("late")
     assert ours.generate([prompt], params)[0].token_ids == before
+
+
+def test_a_decoder_has_nothing_of_adapters_that_are_gone() -> None:
+    """Which ranks are whose: kept on the device for the layouts that maps have."""
+    folder = made_case("llama")
+    plan, maps = read_plan(folder / "engine"), AdapterMaps.read(folder / "engine")
+    checkpoint = Checkpoint(folder / "model")
+    tensors = decoder_from(checkpoint, plan, case_basis(plan)).state_dict()
+    decoder = TorchDecoder(wiring(checkpoint.spec, plan), tensors, adapts=True)
+    red, green = (
+        read_adapter(name, Adapter(folder / name), maps, "float32")
+        for name in ("red", "green")
+    )
+    decoder.load_adapters([red, green])
+    rows, gone = decoder.adapter_rows, decoder.adapted[0].layout
+    rows.begin(torch.tensor([red.number, 0], dtype=torch.int32))
+    assert rows.others(gone, early=True) is not None
+    decoder.load_adapters([green])
+    rows.begin(torch.tensor([green.number, 0], dtype=torch.int32))
+    for one in decoder.adapted:
+        assert rows.others(one.layout, early=True) is not None
+    with pytest.raises(KeyError):
+        rows.others(gone, early=True)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -18,8 +19,12 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.plan.adapter_maps import LowRank
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
+from kvlathe.runtime.sessions.adapters import LoadedAdapter
+from kvlathe.runtime.sessions.host.adapter_feeds import MARK, AdapterFeeds
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.adapter_cases import (
     ALPHAS,
@@ -195,6 +200,63 @@ def test_adapters_that_do_not_fit_are_refused(
     engine = llm("torch", "one")
     with pytest.raises(KvlatheError, match="without --enable-lora"):
         engine.load_adapter("red", llama.adapters / "red")
+
+
+def test_numbers_that_the_engines_type_does_not_hold_are_refused(
+    llama: Case, tmp_path: Path
+) -> None:
+    """One infinity in B would make NaN of the rows of everybody."""
+    plan = whole_plan(Checkpoint(llama.adapters / "model").spec, projected=True)
+    checkpoint, basis = Checkpoint(llama.adapters / "model"), case_basis(plan)
+    engine = write_engine(checkpoint, plan, basis, tmp_path / "half", "float16")
+    half = LLM.load(engine, threads=1, device="cpu", verify=False)
+    half.load_adapter("red", llama.adapters / "red")
+    write_adapter(tmp_path / "loud", llama.merged[None])
+
+    def louder(factor: float) -> None:
+        change_tensors(
+            tmp_path / "loud",
+            lambda tensors: tensors.update(
+                {name: x * factor for name, x in tensors.items() if "lora_B" in name}
+            ),
+        )
+
+    louder(1e6)
+    with pytest.raises(KvlatheError, match="not finite in float16"):
+        half.load_adapter("loud", tmp_path / "loud")
+    assert [one.name for one in half.adapters.loaded] == ["red"]
+    half.close()
+    llama.llm.load_adapter("loud", tmp_path / "loud")
+    llama.llm.unload_adapter("loud")
+    louder(1e30)
+    weight = f"{tmp_path / 'loud'}=1e9"
+    with pytest.raises(KvlatheError, match="not finite in float32"):
+        llama.llm.load_adapter("loud", weight)
+
+
+def test_an_unloaded_adapter_is_let_go_with_its_last_answer(llama: Case) -> None:
+    """And what steps were fed of it, which its answers have brought back."""
+    shapes = {f"m{MARK}{x}": (2, 2) for x in ("a", "b", "of", "shift")}
+    feeds = AdapterFeeds(shapes, dict.fromkeys(shapes, "tensor(float)"))
+    ones = LowRank(np.ones((2, 1), np.float32), np.ones((1, 2), np.float32))
+
+    def loaded(name: str) -> LoadedAdapter:
+        return LoadedAdapter(name, Adapter(Path(name)), b"", {"m": ones})
+
+    def step(adapter: LoadedAdapter) -> StepPlan:
+        ids, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+        given = ids, ids, ends, ids, ids[None], (), ids
+        return StepPlan(*given, adapters=[adapter])
+
+    short, other = loaded("short"), loaded("other")
+    feeds.of(step(short))
+    feeds.forget(short)
+    name = f"m{MARK}a"
+    fed, gone = ref(feeds.of(step(short))[name]), ref(short)
+    assert feeds.of(step(short))[name] is fed()  # while its answers run
+    del short
+    feeds.of(step(other))
+    assert fed() is None and gone() is None
 
 
 def test_answers_keep_their_adapter_through_preemption_and_sleep(llama: Case) -> None:

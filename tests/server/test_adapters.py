@@ -12,7 +12,8 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
-from kvlathe.server.run import named_adapter
+from kvlathe.server.app import MAX_BODY
+from kvlathe.server.run import Settings, load, named_adapter
 from tests.support.adapter_cases import made_case
 from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving
 
@@ -87,6 +88,8 @@ def test_adapters_are_refused_in_words(served: Served, adapters: Path) -> None:
         ("red", path, "already"),
         (MODEL_NAME, path, "the model itself"),
         (" ", path, "needs a name"),
+        ("long", "a" * 300, "File name too long"),
+        ("long", "a" * 300 + "=1", "File name too long"),
     ):
         refused = asked(served, "load_lora_adapter", lora_name=name, lora_path=where)
         assert refused.status_code == 400 and said in refused.text
@@ -96,4 +99,27 @@ def test_adapters_are_refused_in_words(served: Served, adapters: Path) -> None:
     body = {"lora_name": "sly", "lora_path": path}
     assert httpx.post(url, json=body).status_code == 401
     with pytest.raises(KvlatheError, match="Write --lora NAME=PATH"):
-        named_adapter("only/a/path")
+        named_adapter("only/a/path", MODEL_NAME)
+
+
+def test_no_adapter_that_is_served_takes_the_name_of_the_model(adapters: Path) -> None:
+    """That would be used by no request."""
+    given = (), MAX_BODY, 1, None, None, None, None, 1, 1.0
+    asking = f"poet={adapters / 'red'}"
+    settings = Settings(
+        "localhost", 0, "poet", *given, adapters=(asking,), device="cpu"
+    )
+    with pytest.raises(KvlatheError, match="the model itself has the name poet"):
+        load(adapters / "engine", settings)
+
+
+def test_a_sleeping_engine_keeps_its_adapters(served: Served, adapters: Path) -> None:
+    served.llm.sleep()
+    path = str(adapters / "blue")
+    refused = asked(served, "load_lora_adapter", lora_name="new", lora_path=path)
+    assert refused.status_code == 503 and "the engine sleeps" in refused.text
+    refused = asked(served, "unload_lora_adapter", lora_name="red")
+    assert refused.status_code == 503 and "the engine sleeps" in refused.text
+    served.llm.wake_up()
+    assert "red" in models(served)
+    assert post(served, **ASKED, model="red", prompt=[5]).status_code == 200

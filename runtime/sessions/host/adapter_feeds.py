@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ MARK = ".adapters."
 KEPT = 4
 """Mixes of adapters whose matrices stay side by side in memory."""
 Feeds = dict[str, ort.OrtValue]
+Mix = tuple[ref[LoadedAdapter], ...]
+"""The adapters of a step. One that is unloaded stays while an answer still has it."""
 
 
 class AdapterFeeds:
@@ -30,24 +33,32 @@ class AdapterFeeds:
         self._shapes = {name: x for name, x in shapes.items() if MARK in name}
         own = {types[name] for name in self._shapes}
         self._half = "tensor(float16)" in own
-        self._kept: OrderedDict[tuple[LoadedAdapter, ...], Feeds] = OrderedDict()
+        self._kept: OrderedDict[Mix, Feeds] = OrderedDict()
 
     def of(self, step: StepPlan) -> Feeds:
         """Everything that the graph is fed beside what it takes without adapters."""
         assert step.adapters is not None
         there = distinct(step.adapters)
         rows = row_numbers(step.adapters, step.cu_seqlens_q, len(step.input_ids))
-        if there not in self._kept:
-            self._kept[there] = self._side_by_side(there)
-        self._kept.move_to_end(there)
+        mix = tuple(map(ref, there))
+        self._forget(None)
+        if mix not in self._kept:
+            self._kept[mix] = self._side_by_side(there)
+        self._kept.move_to_end(mix)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        return {"adapters": _value(rows)} | self._kept[there]
+        return {"adapters": _value(rows)} | self._kept[mix]
 
     def forget(self, adapter: LoadedAdapter) -> None:
-        """Keep nothing of an adapter."""
-        for there in [x for x in self._kept if adapter in x]:
-            del self._kept[there]
+        """Keep nothing of an adapter, but what an answer that still has it brings back
+        until it ends."""
+        self._forget(adapter)
+
+    def _forget(self, adapter: LoadedAdapter | None) -> None:
+        """None: the adapters that nobody has any more."""
+        for mix in list(self._kept):
+            if adapter in [one() for one in mix]:
+                del self._kept[mix]
 
     def _side_by_side(self, there: tuple[LoadedAdapter, ...]) -> Feeds:
         arrays: dict[str, npt.NDArray[np.generic]] = {}

@@ -12,7 +12,7 @@ on a diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch
@@ -41,6 +41,10 @@ class AdapterRows:
         if layout not in self._owners:
             owners = torch.tensor(layout, dtype=torch.int32)
             self._owners[layout] = owners.to(self.device)
+
+    def keep(self, layouts: Set[Layout]) -> None:
+        """No map has ranks of other layouts any more."""
+        self._owners = {x: self._owners[x] for x in self._owners if x in layouts}
 
     def begin(self, rows: Tensor | None) -> None:
         """A step, whose rows have adapters of these numbers [T]; None: nobody has
@@ -83,7 +87,7 @@ class AdaptedMap:
     ) -> None:
         self.own, self.names, self.widths = own, names, widths
         self.rows, self.early = rows, early
-        self._layout: Layout = ()
+        self.layout: Layout = ()
         self._a = self._b = self._shift = torch.empty(0)
         self._shifts = False
 
@@ -107,15 +111,15 @@ class AdaptedMap:
                 a.append(found.a)
                 b.append(block)
                 layout += [adapter.number] * rank
-        self._layout = tuple(layout)
-        self.rows.own(self._layout)
+        held = [torch.empty(0)] * 3
         if layout:
-            shift = np.concatenate(shifts)
-            self._shifts = bool(shift.any())
-            given = np.concatenate(a, 1), np.concatenate(b), shift
-            self._a, self._b, self._shift = (
-                torch.from_numpy(one).to(self.rows.device, dtype) for one in given
-            )
+            given = np.concatenate(a, 1), np.concatenate(b), np.concatenate(shifts)
+            held = [torch.from_numpy(x).to(self.rows.device, dtype) for x in given]
+        self.rows.own(tuple(layout))
+        # Until here memory may have run out. What was there goes on then.
+        self._a, self._b, self._shift = held
+        self._shifts = any(shift.any() for shift in shifts)
+        self.layout = tuple(layout)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._added(self.own(x), x)
@@ -130,7 +134,7 @@ class AdaptedMap:
 
     def _added(self, y: Tensor, x: Tensor) -> Tensor:
         """y [T, outputs] with what adapters make of x [T, inputs]."""
-        others = self.rows.others(self._layout, self.early)
+        others = self.rows.others(self.layout, self.early)
         if others is None:
             return y
         inner = torch.addmm(self._shift, x, self._a) if self._shifts else x @ self._a

@@ -118,6 +118,7 @@ class TorchDecoder:
         self.adapter_rows.device = self.embed.device
         for one in self.adapted:
             one.load(adapters, self.embed.dtype)
+        self.adapter_rows.keep({one.layout for one in self.adapted})
 
     @property
     def sinks(self) -> list[Tensor]:
