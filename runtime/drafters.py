@@ -9,7 +9,7 @@ from kvlathe.base import devices
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan, ShardPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.drafting.lookup import PromptLookup
@@ -37,9 +37,6 @@ def check_speculation(plan: CompressionPlan) -> None:
     elif any(plan.model.states):
         fact = "its layers keep states, and a wrong guess would stay in them"
         remedy = "leave --speculative out"
-    elif isinstance(plan, ShardPlan):
-        fact = "it is spread over several GPUs"
-        remedy = "leave --speculative out, or run it on one GPU"
     else:
         return
     raise KvlatheError("this engine cannot speculate", fact, remedy)
@@ -51,27 +48,19 @@ def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
     check_speculation(engine.pool.plan)
     if name == NGRAM:
         return PromptLookup()
-    if "samples" in engine.session.capabilities:
-        raise KvlatheError(
-            f"{name} cannot guess for this engine",
-            "draft engines run on the CPU alone, and it runs on a GPU",
-            f"use {NGRAM}",
-        )
-    size = engine.pool.plan.model.vocab_size
-    most = engine.scheduler.limits.max_batch_size
-    return DraftModel(draft_engine(Path(name), tokenizer, size, most))
+    return DraftModel(draft_engine(Path(name), tokenizer, engine))
 
 
-def draft_engine(
-    folder: Path, tokenizer: Tokenizer, vocab_size: int, sequences: int
-) -> Engine:
-    """An engine that guesses for one with ``tokenizer`` and logits of ``vocab_size``
-    tokens, for up to ``sequences`` at once. Raises KvlatheError where its tokens are
-    others: models of one family may be padded to other sizes."""
+def draft_engine(folder: Path, tokenizer: Tokenizer, large: Engine) -> Engine:
+    """An engine that guesses for the ``large`` one with ``tokenizer``: on a GPU where
+    it was built for one. Its cache holds about as many tokens as the large one's. Raises
+    KvlatheError where its tokens are others: models of one family may be padded to other
+    sizes."""
     opened = open_engine(folder, deep=True)
     check_speculation(opened.plan)
     same_words = Tokenizer(folder).backend.get_vocab() == tokenizer.backend.get_vocab()
-    if not same_words or opened.plan.model.vocab_size != vocab_size:
+    sizes = {one.model.vocab_size for one in (opened.plan, large.pool.plan)}
+    if not same_words or len(sizes) > 1:
         raise KvlatheError(
             f"{folder} cannot guess for this engine",
             "it has another vocabulary",
@@ -79,9 +68,12 @@ def draft_engine(
         )
     layout = CacheLayout(opened.plan)
     limits = opened.manifest.limits
-    count = min(sequences, limits.max_batch_size)
-    size = (count + 1) * layout.bytes_for(limits.max_seq_len)
-    wanted = Wanted("cpu", 1, devices.GPU_MEMORY_UTILIZATION, size, THREADS)
+    count = min(large.scheduler.limits.max_batch_size, limits.max_batch_size)
+    longest = limits.max_seq_len
+    held = large.pool.arena_bytes // large.pool.layout.bytes_for(longest)
+    size = (min(count, held) + 1) * layout.bytes_for(longest)
+    device = None if opened.manifest.backend == "cuda" else "cpu"
+    wanted = Wanted(device, 1, devices.GPU_MEMORY_UTILIZATION, size, THREADS)
     found = load_session(opened, opened.manifest, wanted)
     pool = PagePool(layout, found.cache_bytes)
     limits = dataclasses.replace(limits, max_batch_size=count)

@@ -23,10 +23,9 @@ from kvlathe.runtime.drafting.rates import EVERYBODY, OWN, Rates, judge
 from kvlathe.runtime.scheduling.admission import Mean
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt import Whole
-from kvlathe.runtime.scheduling.sequence import Chunk, PrefillChunk, Rows, Sequence
-from kvlathe.runtime.text.guide import masks_of
+from kvlathe.runtime.scheduling.sequence import Chunk, PrefillChunk, Sequence
 from kvlathe.runtime.text.masks import after
-from kvlathe.runtime.text.sampler import NO_TOKEN, Request, rows_of, sample
+from kvlathe.runtime.text.sampler import NO_TOKEN, Request
 
 AT_FIRST = [0.7] * 16
 """Share of right guesses by their place, before there is evidence."""
@@ -66,7 +65,7 @@ class DraftModel:
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
         """Drafter.chances."""
         most = min(most, self._limits.max_seq_len - len(sequence.tokens))
-        if most < 1 or sequence.pending:
+        if most < 1:
             return ()
         copy = self._copy(sequence)
         judge(copy.guess, sequence.tokens[copy.seen :], 0, (copy.rates, self._rates))
@@ -164,7 +163,8 @@ class DraftModel:
             for chunk in chunks:
                 self._pool.rollback(chunk.reservation)
             raise
-        tokens = self._sampled(going, guesses, self._engine.run(chunks))
+        asked = [self._asked(sequence, guesses[sequence]) for sequence in going]
+        tokens = self._engine.sample(chunks, asked)
         for sequence, token in zip(going, tokens, strict=True):
             guesses[sequence].append(token)
         going_on: list[Sequence] = []
@@ -195,22 +195,13 @@ class DraftModel:
         room = self._pool.reserve(known.table, count, seal=True)
         return PrefillChunk(known, count, room, (count - 1,))
 
-    def _sampled(
-        self,
-        going: Items[Sequence],
-        guesses: Mapping[Sequence, list[int]],
-        logits: Rows,
-    ) -> list[int]:
-        requests: list[Request] = []
-        for sequence in going:
-            ahead, guide = guesses[sequence], sequence.guide
-            request = dataclasses.replace(
-                sequence.request,
-                context=[*sequence.tokens, *ahead],
-                ahead=len(ahead),
-                guide=guide and after(guide, ahead),
-            )
-            requests.append(request)
-        rows = rows_of(requests, masks_of([request.guide for request in requests]))
-        silent = dataclasses.replace(rows, logprobs=rows.logprobs * 0 - 1)
-        return sample(logits, silent).tokens.tolist()
+    def _asked(self, sequence: Sequence, ahead: list[int]) -> Request:
+        """The request of the token behind those ``ahead``: as the large model's, with
+        the same random number."""
+        guide = sequence.guide
+        return dataclasses.replace(
+            sequence.request,
+            context=[*sequence.tokens, *ahead],
+            ahead=len(ahead),
+            guide=guide and after(guide, ahead),
+        )

@@ -27,7 +27,7 @@ from kvlathe.runtime.scheduling.sequence import (
 )
 from kvlathe.runtime.scheduling.step import DONE, Step, StepContext
 from kvlathe.runtime.sessions.protocols import Session, check_session
-from kvlathe.runtime.text.sampler import TokenLogprob
+from kvlathe.runtime.text.sampler import Request, TokenLogprob
 
 
 class Engine:
@@ -274,11 +274,21 @@ class Engine:
         """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if
         anything fails, none of them is. Raises OutOfMemory where memory was missing;
         later steps are smaller then."""
-        step = Step(self.context, chunks, chooses=False)
+        return self._beside(Step(self.context, chunks, chooses=False)).logits
+
+    def sample(self, chunks: Items[Chunk], asked: Items[Request]) -> list[int]:
+        """A token for each row of logits, as ``asked``; NO_TOKEN where logits are no
+        numbers. Else as ``run``: no sequence grows."""
+        sampled = self._beside(Step(self.context, chunks, asked=asked)).sampled
+        assert sampled is not None
+        return sampled.tokens.tolist()
+
+    def _beside(self, step: Step) -> Step:
+        """Run a step that is none of the loop's."""
         outcome = step.launch()
         if outcome.error is not None:
             raise outcome.error
-        return step.logits
+        return step
 
     def check_device(self, error: Exception | None = None) -> None:
         """Wait for the device, and raise DeviceLost where nothing can run any more.

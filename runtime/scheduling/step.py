@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ from kvlathe.runtime.sessions.protocols import (
     StepPlan,
 )
 from kvlathe.runtime.text.guide import masks_of
-from kvlathe.runtime.text.sampler import StepRows, sample
+from kvlathe.runtime.text.sampler import Request, Sampled, StepRows, rows_of, sample
 
 Kind = Literal["done", "out_of_memory", "failed"]
 State = Literal["reserved", "given back", "launched", "landed"]
@@ -146,15 +146,18 @@ class Step:
         chunks: Items[Chunk],
         before: Step | None = None,
         chooses: bool = True,
+        asked: Items[Request] = (),
     ) -> None:
         """``before``: a step whose tokens have not landed. ``chooses``: whether tokens
-        are chosen, or only logits computed."""
+        are chosen, or only logits computed. ``asked``, one for each row of logits: a
+        token is ``sampled`` for it, and no sequence grows by that."""
         self.context = context
         self.state: State = "reserved"
         self.ahead = before is not None
         self.logits: Rows = NO_LOGITS
         self.ended_prompts: list[Chunk] = []
-        self._chooses = chooses
+        self._chooses, self._asked = chooses and not asked, asked
+        self.sampled: Sampled | None = None
         self._rows = before.rows if before else None
         self._choose: Choose | None = None
         self._sampling: Sampling | None = None
@@ -248,6 +251,9 @@ class Step:
         """Run it, and choose the tokens that follow; where it flies, have them
         chosen."""
         context, session = self.context, self.context.session
+        if self._asked:
+            self.sampled = self._sample(plan)
+            return
         if self.flies:
             self._choose = session.start(plan)
             self._ran = True
@@ -270,6 +276,19 @@ class Step:
                 rows = context.asked.of(requests, masking.result())
                 own = choosing_rows(self.chunks, self.growing, self.logits)
                 give_choices(self.growing, sample(own, rows))
+
+    def _sample(self, plan: StepPlan) -> Sampled:
+        """Run it, and sample where its logits are. Nothing is reported beside
+        tokens."""
+        rows = rows_of(self._asked, masks_of([one.guide for one in self._asked]))
+        rows = replace(rows, logprobs=np.full_like(rows.logprobs, -1))
+        if not self.context.samples:
+            logits = self.context.session.run(plan)
+            self._ran = True
+            return sample(logits, rows)
+        choose = self.context.session.start(plan)
+        self._ran = True
+        return choose(rows).result()
 
     def _queue(self, known: bool) -> None:
         """Queue the choice of its tokens. ``known``: the host knows all before them."""

@@ -14,10 +14,15 @@ import torch
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.runtime.drafters import check_speculation
+from kvlathe.runtime.drafting.draft_model import DraftModel
+from kvlathe.runtime.drafting.lookup import PromptLookup
 from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.checkpoints import ON_GPUS, UNGATED
+from tests.support.drafts import whatever_is_guessed
 from tests.support.host_shards import (
     Engine,
     HostShards,
@@ -102,6 +107,28 @@ def test_plans_of_every_kind_run_on_shards(
     for a, b in zip(found, expected, strict=True):
         assert np.abs(a - b).max() < CLOSE[kind] * np.abs(b).max()
     ours.thread.stop()
+
+
+def test_guesses_change_no_text_on_shards(
+    native: Native, shards_of: Callable[[int], HostShards]
+) -> None:
+    """By prompt look-up and by a draft engine of one process."""
+    engine = Engine(LATHE, "sealed split")
+    llm = shards_of(2).llm(engine)
+    again = [*text(40), *text(60, 300), *text(40)]
+    prompts = [again, list(text(150, 20)), again[7:]]
+    asked = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True),
+        SamplingParams(max_new_tokens=24, temperature=0.7, seed=5, ignore_eos=True),
+        SamplingParams(max_new_tokens=24, frequency_penalty=0.2, ignore_eos=True),
+    ]
+    plain = [x.token_ids for x in llm.generate(prompts, asked)]
+    check_speculation(llm.plan)
+    for drafter in (PromptLookup(), DraftModel(alone(native, engine).engine)):
+        made = llm.engine.speculate(whatever_is_guessed(Speculation(drafter, 4)))
+        found = [x.token_ids for x in llm.generate(prompts, asked)]
+        assert found == plain and made.accepted > 10
+    llm.thread.stop()
 
 
 def test_text_is_that_of_one_process(

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Manifest
 from kvlathe.runtime import drafters
-from kvlathe.runtime.drafters import drafter
 from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.loading import Wanted
-from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.drafts import trying
@@ -67,9 +64,14 @@ def test_a_draft_model_that_guesses_badly_is_tried_now_and_then() -> None:
     assert not model._pool.bytes_in_use
 
 
-def test_answers_are_what_they_are_without_a_draft_model() -> None:
-    """Greedy and drawn; the draft's pages have another number format."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_answers_are_what_they_are_without_a_draft_model(on_device: bool) -> None:
+    """Greedy and drawn; the draft's pages have another number format. ``on_device``:
+    both sample where their logits are."""
     engine, draft = llm("torch", "one"), llm("torch", "sealed").engine
+    if on_device:
+        for one in (engine.engine, draft):
+            one.session = SamplesThere(one.session)
     params = [
         SamplingParams(max_new_tokens=20, ignore_eos=True),
         SamplingParams(max_new_tokens=20, temperature=0.8, seed=3, ignore_eos=True),
@@ -110,17 +112,8 @@ def test_a_draft_engine_is_loaded_if_its_vocabulary_is_the_same(
     assert speculation.most == 3
     engine.generate([list(text(60))], SamplingParams(max_new_tokens=8))
     other = cast(Tokenizer, SimpleNamespace(backend=SimpleNamespace(get_vocab=dict)))
-    own = engine.engine.pool.plan.model.vocab_size
     with pytest.raises(KvlatheError, match="it has another vocabulary"):
-        drafters.draft_engine(MODEL, other, own, 8)
-    padded = own + 8
+        drafters.draft_engine(MODEL, other, engine.engine)
+    padded = engine_for("one", 400)
     with pytest.raises(KvlatheError, match="it has another vocabulary"):
-        drafters.draft_engine(MODEL, engine.tokenizer, padded, 8)
-
-
-def test_draft_engines_are_refused_beside_a_gpu(tmp_path: Path) -> None:
-    engine = engine_for("one", 400)
-    there: Any = SamplesThere(engine.session)
-    on_device = cast(Engine, SimpleNamespace(pool=engine.pool, session=there))
-    with pytest.raises(KvlatheError, match="draft engines run on the CPU alone"):
-        drafter(tmp_path, on_device, Tokenizer(MODEL))
+        drafters.draft_engine(MODEL, engine.tokenizer, padded)
