@@ -408,7 +408,10 @@ def _with_defaults(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _invalid(error: Exception) -> KvlatheError:
     said = " ".join(str(error).split()) or type(error).__name__
-    return KvlatheError("config.json is not valid", said, "correct config.json")
+    remedy = "correct config.json"
+    if isinstance(error, AttributeError):  # what an older transformers does not read
+        remedy += ", or install a newer transformers"
+    return KvlatheError("config.json is not valid", said, remedy)
 
 
 def _check_magnitudes(config: PreTrainedConfig) -> None:
@@ -501,5 +504,5 @@ def _check_sizes(
         raise KvlatheError(
             f"some layers are of the type {', '.join(sorted(unknown))}",
             "only full attention and sliding windows are supported",
-            "choose another checkpoint",
+            "choose another checkpoint, or install a newer transformers",
         )

@@ -21,9 +21,12 @@ PLUGIN = ROOT / "integrations/vllm/kvlathe_vllm"
 INDEX = "https://pypi.org/simple/vllm/"
 FIRST = (0, 25)
 """The oldest release that the plugin says it runs in (docs/vllm.md)."""
+ENDLESS = (1000, 0)
 SOURCE = re.compile(r"vllm-(\d+)\.(\d+)\.(\d+)\.tar\.gz")
-SINCE = {"KVCacheLayout": (0, 29)}
+SINCE = {"KVCacheLayout": (0, 29), "supported_kv_cache_layouts": (0, 29)}
 """Name -> the release from which vLLM has it: older ones never ask for it."""
+UNTIL = {"get_kv_cache_shape": (0, 29)}
+"""Name -> the release from which vLLM has it no more."""
 Version = tuple[int, int]
 
 
@@ -135,10 +138,20 @@ def moved(version: Version, release: Release) -> Iterator[str]:
         for override in overrides_of(tree, hooks):
             method = release.method(override)
             if method is None:
-                continue  # of ours alone, or asked by other releases
+                if is_asked(override.method, version):
+                    yield f"{path.name}: vLLM has no {override.method} to override"
+                continue
             lacks = set(taken(method)[0]) - set(override.takes)
             if lacks and not override.anything:
                 yield f"{path.name}: {override.method} is given {', '.join(lacks)}"
+
+
+def is_asked(method: str, version: Version) -> bool:
+    """Whether a release should have a method that the plugin overrides. What begins with
+    one underscore is the plugin's own."""
+    own = method.startswith("_") and not method.startswith("__")
+    now = version >= SINCE.get(method, FIRST) and version < UNTIL.get(method, ENDLESS)
+    return now and not own
 
 
 def fetched(url: str, accept: str = "*/*") -> bytes:
