@@ -297,8 +297,8 @@ class Bench:
         """Seconds of one replay on the GPU, among others."""
         replay = next(
             g.replay
-            for size, g in sorted(self.session._graphs.items())
-            if size >= self.batch
+            for (size, adapts), g in sorted(self.session._graphs.items())
+            if size >= self.batch and not adapts
         )
         torch.cuda.synchronize()
         return repeated(replay, 20) * 1e-3
@@ -307,8 +307,8 @@ class Bench:
         """(kernel, calls, microseconds) of one captured step, the longest first."""
         replay = next(
             g.replay
-            for size, g in sorted(self.session._graphs.items())
-            if size >= self.batch
+            for (size, adapts), g in sorted(self.session._graphs.items())
+            if size >= self.batch and not adapts
         )
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CUDA]

@@ -101,7 +101,9 @@ def graphs(
     yield looped(block, experts, hidden)
     own = graph_of(Part(block, choose_experts), hidden)
     values, places = (output.name for output in own.graph.output)
-    gate, up, down = (x.detach().mT for x in (block.gate, block.up, block.down))
+    gate, up, down = (
+        getattr(block, role).detach().mT for role in ("gate", "up", "down")
+    )
     maps = {"fc1": torch.stack([gate, up], 2).flatten(1, 2), "fc2": down}
     for name, tensor in maps.items():
         own.graph.initializer.append(

@@ -41,7 +41,7 @@ class Wrong:
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
         return [1.0] * most
 
-    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+    def draft(self, counts: Mapping[Sequence, int], seconds: float) -> list[list[int]]:
         return [[2] * count for count in counts.values()]
 
     def forget(self, sequence: Sequence) -> None: ...

@@ -83,8 +83,8 @@ class RankingAttention(HostAttention):
         step: StepInputs,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         angles: tuple[Tensor, Tensor] | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
