@@ -96,7 +96,7 @@ def damage(folder: Path, rng: random.Random) -> None:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
     elif act == "cut":
-        path.write_bytes(data[: rng.randrange(len(data))])
+        path.write_bytes(data[: rng.randrange(len(data.rstrip()))])
     elif act == "append":
         path.write_bytes(data + b"{" * rng.randrange(1, 100_000))
     elif act == "empty":
