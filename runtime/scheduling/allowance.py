@@ -1,11 +1,14 @@
 """Allowance: the time that guessing tokens may lose.
 
 Guessing is a bet: rows cost time at once, and guesses may be wrong. So an account is
-kept, in seconds. Steps add a small share of their time to it. Looks, trials and drafts
-are paid from it, and what right guesses save is paid in. Nothing is guessed that it
-cannot pay, but for a small part of what is promised, which is lent to it; promises of
-drafters that were wrong count less. It holds the time of a few steps at most, whatever was gained before: so no
-thousand steps lose more than MOST + 1000 SHARE of their time, about.
+kept, in seconds. Each step adds a small share of its time. Looks, trials and drafts are
+paid from it, and what right guesses save is paid in. It never holds more than the time of
+MOST steps, whatever was gained before. So a thousand steps lose the time of about
+MOST + 1000 SHARE of them at most.
+
+What the account cannot pay is not guessed. One exception keeps guesses from never being
+tried again: LENT of what they promise to save is lent, and the promises of drafters that
+were wrong count less.
 """
 
 from __future__ import annotations
