@@ -15,9 +15,9 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import states_room
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
-from kvlathe.runtime.scheduling.sequence import Sequence
 from tests.native.library import Library
 from tests.support.checkpoints import make
+from tests.support.preemption import preempt_all
 
 NAMES = (
     "qwen3_next",
@@ -122,15 +122,7 @@ def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
     for recomputes in (True, False):
         with LLM.load(folder, cache_bytes=size, share_prefixes=recomputes) as llm:
             scheduler = llm.engine.scheduler
-
-            def all_fit(sequences: list[Sequence]) -> bool:
-                return True
-
-            def chosen(_: Sequence, size: int, again: bool = recomputes) -> bool:
-                return again
-
-            monkeypatch.setattr(scheduler.admission, "fits", all_fit)
-            monkeypatch.setattr(scheduler, "_recomputes", chosen)
+            preempt_all(scheduler, recomputes, monkeypatch)
             judge.alike(asked, texts(llm, asked), alone)
             preempted += scheduler.preemptions
     assert preempted > 4

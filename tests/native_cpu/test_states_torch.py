@@ -17,11 +17,11 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.checkpoints import WITH_STATES, whole_plan
 from tests.support.device_engines import torch_session
 from tests.support.nightly import rest_nightly
+from tests.support.preemption import preempt_all
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 DAILY = "qwen3_5_moe_text"
@@ -103,15 +103,7 @@ def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
     for recomputes in (True, False):
         with loaded(native, folder, 440, share_prefixes=recomputes) as llm:
             scheduler = llm.engine.scheduler
-
-            def all_fit(sequences: list[Sequence]) -> bool:
-                return True
-
-            def chosen(_: Sequence, size: int, again: bool = recomputes) -> bool:
-                return again
-
-            monkeypatch.setattr(scheduler.admission, "fits", all_fit)
-            monkeypatch.setattr(scheduler, "_recomputes", chosen)
+            preempt_all(scheduler, recomputes, monkeypatch)
             assert texts(llm, asked) == alone
             preempted += scheduler.preemptions
     assert preempted > 6

@@ -21,9 +21,9 @@ from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import memory_table, states_room
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.sequence import Sequence
 from tests.support.checkpoints import WITH_STATES, whole_plan
 from tests.support.nightly import rest_nightly
+from tests.support.preemption import preempt_all
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 DAILY = "qwen3_5_moe_text"
@@ -105,15 +105,7 @@ def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
     for recomputes in (True, False):
         with LLM.load(folder, cache_bytes=size, share_prefixes=recomputes) as llm:
             scheduler = llm.engine.scheduler
-
-            def all_fit(sequences: list[Sequence]) -> bool:
-                return True
-
-            def chosen(_: Sequence, size: int, again: bool = recomputes) -> bool:
-                return again
-
-            monkeypatch.setattr(scheduler.admission, "fits", all_fit)
-            monkeypatch.setattr(scheduler, "_recomputes", chosen)
+            preempt_all(scheduler, recomputes, monkeypatch)
             assert texts(llm, asked) == alone
             preempted += scheduler.preemptions
     assert preempted > 10
