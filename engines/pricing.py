@@ -43,6 +43,7 @@ def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
         BACKENDS[config.backend].paired,
         BACKENDS[config.backend].windows,
         spec.windows,
+        spec.max_seq_len,
     )
 
 

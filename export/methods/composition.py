@@ -43,7 +43,8 @@ class CacheSettings:
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
     K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
     ``layer_windows``: tokens that each layer's queries see in the model itself, their
-    own included; 0 is all of them, and so is no number.
+    own included; 0 is all of them, and so is no number. ``max_seq_len``: tokens of the
+    longest sequence that the engine takes; None: the model's.
     """
 
     bits: Literal[16, 32] = 16
@@ -53,6 +54,7 @@ class CacheSettings:
     paired: bool = False
     windowed: bool = True
     layer_windows: tuple[int, ...] = ()
+    max_seq_len: int | None = None
 
     @property
     def own_windows(self) -> bool:

@@ -260,7 +260,9 @@ def plan_of(
         notes={
             "calibration": stats.source,
             "expected loss": prices.lost(choice),
-            **exam_note(prices.grid.tokens, stats.shape.max_positions),
+            **exam_note(
+                prices.grid.tokens, form.max_seq_len or stats.shape.max_positions
+            ),
         },
     )
     return plan, chosen.basis

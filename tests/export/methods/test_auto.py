@@ -72,10 +72,14 @@ def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -
         variant.at(variant.most + 0.01)
 
 
-@pytest.mark.parametrize(("served", "warns"), [(2048, False), (2049, True)])
+@pytest.mark.parametrize(
+    ("served", "most", "warns"),
+    [(2048, None, False), (2049, None, True), (8192, 2048, False), (8192, 2049, True)],
+)
 def test_sequences_that_were_not_examined_are_warned_of(
-    served: int, warns: bool
+    served: int, most: int | None, warns: bool
 ) -> None:
+    """A model made for longer ones serves what its engine takes at ``most``."""
     found = priced(1)
     stats = found.grid.stats
     shape = dataclasses.replace(stats.shape, max_positions=served)
@@ -83,7 +87,8 @@ def test_sequences_that_were_not_examined_are_warned_of(
         found.grid, stats=dataclasses.replace(stats, shape=shape)
     )
     longer = dataclasses.replace(found, grid=grid)
-    plan, _ = measured.variant(parse("auto"), longer, FORM).at(0.8)
+    form = dataclasses.replace(FORM, max_seq_len=most)
+    plan, _ = measured.variant(parse("auto"), longer, form).at(0.8)
     assert plan.notes["priced on"] == "sequences of up to 2,048 tokens"
     assert ("and serves 2,049" in str(plan.notes.get("reach"))) == warns
 
