@@ -1,10 +1,12 @@
-"""Writes a checkpoint of random weights in the shape of Llama-3.1-8B or 70B: for time and
+"""Writes a checkpoint of random weights in the shape of Llama-3.1-8B or 70B, of
+Qwen3-30B-A3B, or of a dense model as wide as what a token reads of that: for time and
 memory, which do not depend on what a model has learnt.
 
   python3 -m benchmarks.random_checkpoint out/8b --tokenizer models/lathe-5m
   python3 -m benchmarks.random_checkpoint out/70b --shape 70b --layers 10
+  python3 -m benchmarks.random_checkpoint out/moe --shape qwen3-30b-a3b
 
-The tokenizer is the shipped one, whose ids are the first of the 128,256; the others
+The tokenizer is the shipped one, whose ids are the first of the vocabulary; the others
 stand for words of their own, so that every answer has text. Needs torch and safetensors;
 weights are drawn on the GPUs where there are some, several files at a time.
 """
@@ -16,14 +18,14 @@ import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.support.commands import parser_of
 
-VOCAB_SIZE = 128256
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
@@ -32,7 +34,7 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -42,7 +44,19 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-SHAPES = {
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {},
     "70b": {
         "hidden_size": 8192,
@@ -50,6 +64,18 @@ SHAPES = {
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
     },
+    "qwen3-30b-a3b": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "dense-a3b": QWEN3,
 }
 """Fields that differ from ``CONFIG``."""
 LAYERS_A_SHARD = 2
@@ -60,24 +86,34 @@ SPREAD = 0.02
 """Standard deviation of a weight."""
 
 
-def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    head = config["head_dim"]
+def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, head = config["hidden_size"], config["head_dim"]
     query, key = (
         config["num_attention_heads"] * head,
         config["num_key_value_heads"] * head,
     )
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (query, width),
         "self_attn.k_proj.weight": (key, width),
         "self_attn.v_proj.weight": (key, width),
         "self_attn.o_proj.weight": (width, query),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
         "input_layernorm.weight": (width,),
         "post_attention_layernorm.weight": (width,),
     }
+    if config["model_type"].startswith("qwen3"):
+        shapes |= {f"self_attn.{lane}_norm.weight": (head,) for lane in "qk"}
+    mlps = {"mlp": config["intermediate_size"]}
+    if experts := config.get("num_experts", 0):
+        shapes["mlp.gate.weight"] = experts, width
+        inner = config["moe_intermediate_size"]
+        mlps = {f"mlp.experts.{number}": inner for number in range(experts)}
+    for name, inner in mlps.items():
+        shapes[f"{name}.gate_proj.weight"] = shapes[f"{name}.up_proj.weight"] = (
+            inner,
+            width,
+        )
+        shapes[f"{name}.down_proj.weight"] = width, inner
+    return shapes
 
 
 def drawn(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
@@ -96,7 +132,7 @@ def write_shard(path: Path, shard: dict[str, tuple[int, ...]], number: int) -> N
     save_file({key: drawn(shape, random) for key, shape in shard.items()}, path)
 
 
-def write(folder: Path, config: dict) -> None:
+def write(folder: Path, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     ends = {
@@ -148,7 +184,7 @@ def main() -> None:
     if options.layers is not None:
         config |= {"num_hidden_layers": options.layers}
     write(options.folder, config)
-    write_tokenizer(options.tokenizer, options.folder, VOCAB_SIZE)
+    write_tokenizer(options.tokenizer, options.folder, config["vocab_size"])
 
 
 if __name__ == "__main__":
