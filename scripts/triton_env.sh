@@ -5,33 +5,16 @@
 # numpy stays below 2 here: with numpy 2 this server's Python backend sends empty outputs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-WHERE=${1:-.triton}
+. scripts/environment.sh
 PYTRITON=nvidia-pytriton==0.7.0
-STAMP=$WHERE/kvlathe-triton
-
-say() { printf '%s\n' "$*" >&2; }
-die() { say "error: $*"; exit 1; }
-
-wanted=$(cat pyproject.toml constraints.txt scripts/triton_env.sh | cksum)
-if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
-    exit 0
-fi
 [ "$(uname -sm)" = "Linux x86_64" ] ||
     die "no Triton server was set up: $PYTRITON is for Linux on x86-64 only. Use NVIDIA's container (docker/triton.Dockerfile)."
-python=.venv/bin/python
-[ -x "$python" ] || python=${PYTHON:-python3}
-if ! "$WHERE/bin/python" -m pip --version >/dev/null 2>&1; then
-    say "making $WHERE with $("$python" --version)"
-    rm -rf "$WHERE"
-    "$python" -m venv "$WHERE"
-fi
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+begin "${1:-.triton}" "the server and kvlathe" pyproject.toml constraints.txt scripts/triton_env.sh
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 sed -E '/^(numpy|ml_dtypes)==/d' constraints.txt >"$constraints"
-say "installing the server and kvlathe into $WHERE"
-"$WHERE/bin/python" -m pip install -qq --constraint "$constraints" 'numpy<2' --editable .
-"$WHERE/bin/python" -m pip install -qq --no-deps "$PYTRITON"
+install --constraint "$constraints" 'numpy<2' --editable .
+install --no-deps "$PYTRITON"
 
 # The wheel's server finds its backend through a folder that holds the stub of this Python's version.
 site=$("$WHERE/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -55,4 +38,4 @@ exec "$site/pytriton/tritonserver/bin/tritonserver" --model-repository="\$reposi
     --backend-directory="\$here/backends" --disable-auto-complete-config --allow-gpu-metrics=false "\$@"
 SERVE
 chmod +x "$WHERE/serve"
-echo "$wanted" >"$STAMP"
+finish kvlathe
