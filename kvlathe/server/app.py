@@ -21,6 +21,7 @@ from kvlathe.runtime.sleeping import SleepMode
 from kvlathe.server.adapters import add_adapters
 from kvlathe.server.answers import Answerer
 from kvlathe.server.anthropic.paths import add_messages
+from kvlathe.server.bodies import JsonRoute
 from kvlathe.server.cache_view import CacheView, cache_view
 from kvlathe.server.errors import ApiError, handle, refusal
 from kvlathe.server.gate import BODY_SECONDS, KEYED, Gate, Methods
@@ -80,6 +81,7 @@ def create_app(
         redoc_url=None,
         telemetry={"tracer_provider": tracer_provider},
     )
+    app.router.route_class = JsonRoute
     app.add_middleware(
         Gate,
         keys=keys,

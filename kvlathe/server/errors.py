@@ -234,5 +234,5 @@ def field_of(loc: Sequence[str | int], body: Any) -> list[str]:  # noqa: ANN401
             body = body[part]
         else:
             continue
-        path.append(str(part))
+        path.append(f"{part!s:.80}")
     return path

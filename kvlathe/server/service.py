@@ -76,7 +76,7 @@ class Service:
             there = ", ".join(f"`{one}`" for one in names)
             raise ApiError(
                 404,
-                f"The model `{name}` does not exist: this server has {there}",
+                f"The model `{name:.80}` does not exist: this server has {there}",
                 param,
                 "model_not_found",
             )
