@@ -38,7 +38,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from tests.support.checkpoints import make_model
 from tests.support.families import FAMILIES
-from tests.support.families.seeing import TEXTS, settings_of
+from tests.support.families.seeing import TEXTS, settings_of, text_of
 
 TOKENS = 150
 MOST = 1e-3
@@ -95,7 +95,7 @@ def measured(kind: str, settings: dict[str, Any], folder: Path) -> Tried:
     spec = read_spec(folder / "model")
     ids = np.random.default_rng(TOKENS).integers(0, spec.vocab_size, TOKENS).tolist()
     with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
+        expected = text_of(model)(torch.tensor([ids])).logits[0].numpy()
     whole = logits_of(folder / "model", folder / "whole", "none", ids)
     compression = COMPRESSED if spec.family.latent is None else OF_LATENT
     small = logits_of(folder / "model", folder / "small", compression, ids)

@@ -40,6 +40,7 @@ from kvlathe.export.families.granite import (
 from kvlathe.export.families.hunyuan import hunyuan, hunyuan_moe
 from kvlathe.export.families.latent import (
     axk1,
+    deepseek_ocr2,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -78,6 +79,7 @@ from kvlathe.export.families.norms_after import (
     olmo3,
 )
 from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
+from kvlathe.export.families.other_names import OTHER_NAMES, as_known
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
 from kvlathe.export.families.qwen import qwen2, qwen3, qwen3_vl
@@ -112,6 +114,7 @@ FAMILIES = {
     "cohere2_moe": cohere2_moe,
     "cohere_compass_text": cohere_compass,
     "cwm": cwm,
+    "deepseek_ocr2_text": deepseek_ocr2,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,
@@ -208,8 +211,6 @@ FAMILIES = {
     "xglm": xglm,
     "youtu": youtu,
 }
-OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
-"""Model types that published folders say, and transformers reads as another one."""
 SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS, *OTHER_NAMES}))
 """Model types that are read: those with a record, and those of which a part has one."""
 
@@ -222,4 +223,5 @@ __all__ = [
     "Family",
     "Latent",
     "TextPart",
+    "as_known",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.experts import COUNTS, not_sparse, with_dense
 from kvlathe.export.families.family import Experts, Family, Latent
-from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.llama import NAMES, llama
 from kvlathe.export.families.llama_like import temperature_of
 from kvlathe.export.families.sigmoid_experts import NAMES as WITH_EXPERTS
 from kvlathe.export.families.sigmoid_experts import Grouped, grouped
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         MiniCPM3Config,
         Mistral4Config,
         YoutuConfig,
+    )
+    from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import (
+        DeepseekOcr2TextConfig,
     )
 
 ATTENTION = {
@@ -87,6 +90,31 @@ class WithExperts(Grouped, Absorbed, Protocol):
 
 def deepseek_v2(config: DeepseekV2Config) -> Family:
     """Experts by softmax. Raises KvlatheError for an unknown choice of experts."""
+    family = _with_experts(
+        config, _by_softmax(config), range(config.first_k_dense_replace)
+    )
+    return replace(family, interleaved=True, mlp_bias=config.mlp_bias)
+
+
+def deepseek_ocr2(config: DeepseekOcr2TextConfig) -> Family:
+    """The experts of DeepSeek V2 behind the attention of Llama: the text of DeepSeek-OCR.
+    Raises KvlatheError for an unknown choice of experts."""
+    shared = config.n_shared_experts
+    names = {role: x for role, x in WITH_EXPERTS.items() if role != "router_correction"}
+    family = replace(
+        llama(config),
+        names=names,
+        intermediate_size=config.moe_intermediate_size * shared,
+        experts=_by_softmax(config),
+        factors={"experts_down": config.routed_scaling_factor},
+        settings=COUNTS,
+    )
+    first = int(getattr(config, "first_k_dense_replace", 0))
+    dense = not_sparse(config.mlp_layer_types) or range(first)
+    return with_dense(family, dense, config.intermediate_size)
+
+
+def _by_softmax(config: DeepseekV2Config | DeepseekOcr2TextConfig) -> Experts:
     method = config.topk_method or ""
     if method not in GROUP_BY_BEST:
         raise KvlatheError(
@@ -95,7 +123,7 @@ def deepseek_v2(config: DeepseekV2Config) -> Family:
             "choose another checkpoint",
         )
     by_best = GROUP_BY_BEST[method]
-    experts = Experts(
+    return Experts(
         count=config.n_routed_experts,
         chosen=config.num_experts_per_tok or 0,
         intermediate_size=config.moe_intermediate_size,
@@ -104,8 +132,6 @@ def deepseek_v2(config: DeepseekV2Config) -> Family:
         kept_groups=(config.topk_group or 1) if by_best else 1,
         group_best=1,
     )
-    family = _with_experts(config, experts, range(config.first_k_dense_replace))
-    return replace(family, interleaved=True, mlp_bias=config.mlp_bias)
 
 
 def deepseek_v3(config: DeepseekV3Config) -> Family:

@@ -25,6 +25,8 @@ BESIDE = (
         "spatial_projectors",
         "mtp.",
     ),
+    *("qformer", "query_tokens", "language_projection", "generation_"),
+    *("sam_model", "qwen2_model", "view_sep"),
 )
 """Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
 tokens."""
@@ -41,14 +43,16 @@ class TextPart:
 TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(
         (
-            *("aria", "cohere_compass"),
-            *("deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fuyu"),
+            *("aria", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass"),
+            *("deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
+            *("fuyu", "glmga", "instructblip", "instructblipvideo", "janus"),
             *("gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
             *("glm_ocr", "got_ocr2", "hyperclovax_vision_v2"),
             *("internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava"),
             *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
             "minimax_m3_vl",
             *("minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2"),
+            *("pp_chart2table", "qwen2_audio", "voxtral"),
             *("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
             *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "video_llama_3"),
             *("video_llava", "vipllava"),
@@ -58,6 +62,10 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(
         ("emu3", "granite_docling", "idefics2", "idefics3", "smolvlm"),
         TextPart("text_model"),
+    ),
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        TextPart(beside=(*BESIDE, "encoder.")),
     ),
     "step3p7": TextPart(""),
 }

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import (
     FAMILIES,
-    OTHER_NAMES,
     SUPPORTED,
     TEXT_PARTS,
     Family,
+    as_known,
 )
 from kvlathe.export.families.unknown import INDEXER, why_unknown
 from kvlathe.export.model.packed import has_mxfp4
@@ -321,9 +321,7 @@ def read_config(folder: Path) -> Settings:
         raise KvlatheError(
             f"{path} is not a JSON object", "", "download the checkpoint again"
         )
-    kind = raw.get("model_type")
-    if isinstance(kind, str):
-        raw["model_type"] = OTHER_NAMES.get(kind, kind)
+    raw = as_known(raw)
     said = None if raw.get("quantization_config") else beside(folder)
     return raw if said is None else raw | {"quantization_config": said}
 

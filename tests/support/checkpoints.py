@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
 )
 
@@ -73,7 +73,7 @@ def make_model(
         **settings, attn_implementation="eager"
     )
     part = "text_config" in settings
-    of_kind = AutoModelForImageTextToText if part else AutoModelForCausalLM
+    of_kind = AutoModelForMultimodalLM if part else AutoModelForCausalLM
     model = of_kind.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

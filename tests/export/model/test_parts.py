@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.measured import uncompressed
 from tests.support.checkpoints import make_model
-from tests.support.families.seeing import TEXTS, settings_of
+from tests.support.families.seeing import TEXTS, settings_of, text_of
 
 TOKENS = 90
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -25,10 +29,61 @@ def test_text_of_a_model_that_reads_images_is_that_of_transformers(
     model = make_model(tmp_path, prefix, settings_of(prefix))
     ids = torch.randint(5, 97, (TOKENS,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = model(input_ids=ids[None]).logits[0]
+        expected = text_of(model)(input_ids=ids[None]).logits[0]
     assert expected.abs().max() > 1, "the reference says too little to compare with"
     found = uncompressed(Checkpoint(tmp_path)).logits(ids.tolist(), range(TOKENS))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def folder_of(
+    folder: Path, known: Path, names: tuple[str, str], config: dict[str, Any]
+) -> Path:
+    """The tensors of ``known`` under other names, beside parts that see."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(known / "tokenizer.json", folder)
+    tensors = load_file(known / "model.safetensors")
+    text = {name: x for name, x in tensors.items() if "vision" not in name}
+    text = {name: x for name, x in text.items() if "proj" not in name.split(".")[1]}
+    named = {name.replace(*names, 1): x for name, x in text.items()}
+    beside = {"model.sam_model.w": torch.ones(2), "vision_model.w": torch.ones(2)}
+    save_file(named | beside, folder / "model.safetensors")
+    return folder
+
+
+def equal_weights(ours: Checkpoint, theirs: Checkpoint) -> None:
+    assert ours.weights == theirs.weights
+    for name in ours.weights:
+        assert torch.equal(ours.weight(name), theirs.weight(name)), name
+
+
+def test_text_of_deepseek_ocr_is_read_as_published(tmp_path: Path) -> None:
+    make_model(tmp_path / "known", "DeepseekOcr2", settings_of("DeepseekOcr2"))
+    text = json.loads((tmp_path / "known" / "config.json").read_text())["text_config"]
+    del text["mlp_layer_types"]
+    text |= {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "use_mla": False}
+    config = {"model_type": "deepseek_vl_v2", "language_config": text}
+    config["architectures"] = ["DeepseekOCRForCausalLM"]
+    names = "model.language_model.", "model."
+    ours = folder_of(tmp_path / "ours", tmp_path / "known", names, config)
+    equal_weights(Checkpoint(ours), Checkpoint(tmp_path / "known"))
+    config["language_config"] = text | {"use_mla": True}
+    (ours / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KvlatheError, match="share a latent"):
+        Checkpoint(ours)
+
+
+@pytest.mark.parametrize("model_type", ["internvl_chat", "h2ovl_chat"])
+def test_text_of_an_older_internvl_is_read_as_published(
+    model_type: str, reference: Reference, tmp_path: Path
+) -> None:
+    known, _ = reference("llama")
+    text = json.loads((known / "config.json").read_text())
+    config = {"model_type": model_type, "llm_config": text}
+    config["architectures"] = ["InternVLChatModel"]
+    names = "", "language_model."
+    ours = folder_of(tmp_path / "ours", known, names, config)
+    equal_weights(Checkpoint(ours), Checkpoint(known))
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedConfig
 
@@ -30,7 +31,10 @@ SMALLER = {
         16,
     ),
     **dict.fromkeys(("num_hidden_layers", "depth", "num_layers"), 1),
+    **dict.fromkeys(("encoder_layers", "num_res_blocks"), 1),
+    **dict.fromkeys(("encoder_ffn_dim", "d_model", "output_dim"), 16),
     **dict.fromkeys(("num_attention_heads", "num_heads", "num_key_value_heads"), 2),
+    "encoder_attention_heads": 2,
     **dict.fromkeys(("image_size", "crop_size"), 28),
     **dict.fromkeys(("patch_size", "window_size"), 14),
     **dict.fromkeys(("out_hidden_size", "text_hidden_size"), WIDTH),
@@ -49,9 +53,24 @@ PLAIN = sizes(WIDTH, 4, 2)
 IN_PARTS: dict[str, Any] = sizes(WIDTH, 4, 2, 32, pad_token_id=0) | sections(
     4, 2, 2, partial_rotary_factor=0.5
 )
+OF_OPT = {"word_embed_proj_dim": WIDTH, "ffn_dim": 88} | sizes(WIDTH, 4, 4)
+OF_COHERE: dict[str, Any] = PLAIN | PHI | {"num_hidden_layers": 4, "logit_scale": 1.0}
+OF_COHERE |= {"sliding_window": 24}
+OF_GRANITE: dict[str, Any] = PLAIN | GRANITE | {"logits_scaling": 1.0}
+"""Without a factor of logits, which transformers leaves out of models that read images
+or hear."""
 OF_DELTAS = sizes(WIDTH, 4, 2, 32, full_attention_interval=2, **DELTA)
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Aria": ("aria_text", PLAIN | {"moe_num_experts": 5, "moe_topk": 2}),
+    "AyaVision": ("cohere2", OF_COHERE),
+    "Blip2": ("opt", OF_OPT),
+    "Cohere2Vision": ("cohere2", OF_COHERE),
+    "DeepseekOcr2": (
+        "deepseek_ocr2_text",
+        PLAIN
+        | GROUPED
+        | {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
+    ),
     "DeepseekVL": ("llama", PLAIN),
     "DeepseekVLHybrid": ("llama", PLAIN),
     "CohereCompass": (
@@ -64,15 +83,21 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Exaone4_5_": ("exaone4", PLAIN | {"num_hidden_layers": 4, "sliding_window": 24}),
     "Glm4v": ("glm4v_text", IN_PARTS),
     "Glm46V": ("glm4v_text", IN_PARTS),
+    "Glmga": ("glm4v_text", IN_PARTS),
     "GlmOcr": ("glm_ocr_text", IN_PARTS),
     "Glm4vMoe": (
         "glm4v_moe_text",
         IN_PARTS | GROUPED | {"first_k_dense_replace": 1, "attention_bias": True},
     ),
+    "GraniteSpeech": ("granite", OF_GRANITE),
+    "GraniteSpeechPlus": ("granite", OF_GRANITE),
     "HyperCLOVAXVisionV2": ("hyperclovax", PLAIN),
     "Idefics2": ("mistral", PLAIN),
     "Idefics3": ("llama", PLAIN),
+    "InstructBlip": ("opt", OF_OPT),
+    "InstructBlipVideo": ("opt", OF_OPT),
     "InternVL": ("qwen2", PLAIN),
+    "Janus": ("llama", PLAIN),
     "Lfm2Vl": ("lfm2", PLAIN | {"layer_types": ["conv", "full_attention"]}),
     "LightOnOcr": ("qwen3", PLAIN),
     "Lfm3Vl": (
@@ -88,6 +113,8 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlavaOnevision": ("qwen2", PLAIN),
     "Ovis2": ("qwen2", PLAIN),
     "PaddleOCRVL": ("paddleocr_vl_text", sizes(WIDTH, 4, 2, 32) | sections(8, 4, 4)),
+    "PPChart2Table": ("qwen2", PLAIN),
+    "Qwen2Audio": ("qwen2", PLAIN),
     "Qwen3VLMoe": (
         "qwen3_vl_moe_text",
         sizes(WIDTH, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
@@ -98,6 +125,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "VideoLlama3": ("qwen2", PLAIN),
     "VideoLlava": ("llama", PLAIN),
     "VipLlava": ("llama", PLAIN),
+    "Voxtral": ("llama", PLAIN),
     "GraniteDocling": ("granite_docling_text", PLAIN | GRANITE | PHI),
 }
 """transformers class prefix -> the model type of its text, and its settings."""
@@ -114,6 +142,11 @@ def settings_of(prefix: str) -> dict[str, Any]:
         if name != "text_config" and part is not None:
             parts[name] = _smaller(part)
     return parts
+
+
+def text_of(model: torch.nn.Module) -> torch.nn.Module:
+    """What of a model writes text alone, where the whole asks for images."""
+    return model.language_model if hasattr(model, "qformer") else model
 
 
 def _smaller(part: PreTrainedConfig) -> dict[str, Any]:

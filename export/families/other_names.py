@@ -1,0 +1,56 @@
+"""Model types that published folders say, with code of their own, and transformers reads
+as another one: how their settings become that one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvlathe.base.errors import KvlatheError
+
+
+@dataclass(frozen=True, slots=True)
+class OtherName:
+    """``known``: the model type that transformers has. ``text``: the key of the settings
+    of the part for text, where it is one of several; its type is ``kind``, or as they
+    say."""
+
+    known: str
+    text: str = ""
+    kind: str = ""
+
+
+OTHER_NAMES: Mapping[str, OtherName] = {
+    "deepseek_vl_v2": OtherName(
+        "deepseek_ocr2", "language_config", "deepseek_ocr2_text"
+    ),
+    "h2ovl_chat": OtherName("internvl", "llm_config"),
+    "internvl_chat": OtherName("internvl", "llm_config"),
+    "kimi_k2": OtherName("deepseek_v3"),
+}
+
+
+def as_known(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json as transformers would have them. Raises KvlatheError
+    for DeepSeek-VL2, whose heads share a latent."""
+    given = raw.get("model_type")
+    other = OTHER_NAMES.get(given) if isinstance(given, str) else None
+    if other is None:
+        return dict(raw)
+    if not other.text:
+        return {**raw, "model_type": other.known}
+    part = raw.get(other.text)
+    text = dict(part) if isinstance(part, dict) else {}
+    if other.kind and text.get("use_mla", True):
+        raise KvlatheError(
+            f"the heads of this {given} share a latent",
+            "no record has such heads inside a model that reads images",
+            "choose DeepSeek-OCR, whose heads have keys and values of their own",
+        )
+    text["model_type"] = other.kind or text.get("model_type")
+    known = {"model_type": other.known, "text_config": text}
+    for name in ("quantization_config", "tie_word_embeddings"):
+        if found := text.pop(name, None) or raw.get(name):
+            known[name] = found
+    return known
