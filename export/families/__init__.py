@@ -56,6 +56,7 @@ from kvlathe.export.families.llama_like import (
     cwm,
     ernie,
     helium,
+    internlm2,
     jais2,
     ministral,
     ministral3,
@@ -79,7 +80,7 @@ from kvlathe.export.families.norms_after import (
     olmo3,
 )
 from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
-from kvlathe.export.families.other_names import OTHER_NAMES, as_known
+from kvlathe.export.families.other_names import OTHER_NAMES, RECORD, as_known
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
 from kvlathe.export.families.qwen import qwen2, qwen3, qwen3_vl
@@ -161,6 +162,7 @@ FAMILIES = {
     "hunyuan_v1_moe": hunyuan_moe,
     "hy_v3": hy_v3,
     "hyperclovax": hyperclovax,
+    "internlm2": internlm2,
     "internlm3": llama,
     "iquestcoder": llama,
     "jais2": jais2,
@@ -217,6 +219,7 @@ SUPPORTED = tuple(sorted({*FAMILIES, *TEXT_PARTS, *OTHER_NAMES}))
 __all__ = [
     "FAMILIES",
     "OTHER_NAMES",
+    "RECORD",
     "SUPPORTED",
     "TEXT_PARTS",
     "Experts",

@@ -1,4 +1,4 @@
-"""Mistral and Ministral, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS, Nemotron,
+"""Mistral and Ministral, InternLM 2, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS, Nemotron,
 StarCoder2, Apertus, Jais 2, OLMo, CWM and NanoChat: Llama with a few differences."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Ernie4_5Config,
         HeliumConfig,
         Jais2Config,
+        LlamaConfig,
         Ministral3Config,
         MinistralConfig,
         MistralConfig,
@@ -39,6 +40,18 @@ PLAIN_MLP = {role: name for role, name in NAMES.items() if role != "gate"}
 STARCODER_MLP = {
     "up": "model.layers.{i}.mlp.c_fc",
     "down": "model.layers.{i}.mlp.c_proj",
+}
+INTERNLM2 = {
+    "embed": "model.tok_embeddings",
+    "attn_norm": "model.layers.{i}.attention_norm",
+    "qkv": "model.layers.{i}.attention.wqkv",
+    "o": "model.layers.{i}.attention.wo",
+    "mlp_norm": "model.layers.{i}.ffn_norm",
+    "gate": "model.layers.{i}.feed_forward.w1",
+    "up": "model.layers.{i}.feed_forward.w3",
+    "down": "model.layers.{i}.feed_forward.w2",
+    "norm": "model.norm",
+    "head": "output",
 }
 
 
@@ -66,6 +79,19 @@ def temperature_of(rope: Mapping[str, object] | None) -> Temperature | None:
     names = "llama_4_scaling_beta", "original_max_position_embeddings"
     beta, length = (float(str((rope or {}).get(name) or 0)) for name in names)
     return Temperature(beta, length) if beta and length else None
+
+
+def internlm2(config: LlamaConfig) -> Family:
+    """Llama under names of its own; q, k and v lie in one tensor, KV head by KV head.
+    What its configurations call ``bias`` is of attention."""
+    bias = bool(getattr(config, "bias", False))
+    return replace(
+        gated(config),
+        names=INTERNLM2,
+        qkv_bias=bias,
+        out_bias=bias,
+        grouped_qkv=True,
+    )
 
 
 def cwm(config: CwmConfig) -> Family:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from kvlathe.base.errors import KvlatheError
 
@@ -14,11 +14,12 @@ from kvlathe.base.errors import KvlatheError
 class OtherName:
     """``known``: the model type that transformers has. ``text``: the key of the settings
     of the part for text, where it is one of several; its type is ``kind``, or as they
-    say."""
+    say. ``record``: the key of the family, where tensors are stored in another way."""
 
     known: str
     text: str = ""
     kind: str = ""
+    record: str = ""
 
 
 OTHER_NAMES: Mapping[str, OtherName] = {
@@ -26,12 +27,15 @@ OTHER_NAMES: Mapping[str, OtherName] = {
         "deepseek_ocr2", "language_config", "deepseek_ocr2_text"
     ),
     "h2ovl_chat": OtherName("internvl", "llm_config"),
+    "internlm2": OtherName("llama", record="internlm2"),
     "internvl_chat": OtherName("internvl", "llm_config"),
     "kimi_k2": OtherName("deepseek_v3"),
 }
+RECORD = "kvlathe_record"
+"""The setting that names a record, where it is not that of the model type."""
 
 
-def as_known(raw: Mapping[str, Any]) -> dict[str, Any]:
+def as_known(raw: Mapping[str, object]) -> dict[str, object]:
     """The settings of a config.json as transformers would have them. Raises KvlatheError
     for DeepSeek-VL2, whose heads share a latent."""
     given = raw.get("model_type")
@@ -39,9 +43,10 @@ def as_known(raw: Mapping[str, Any]) -> dict[str, Any]:
     if other is None:
         return dict(raw)
     if not other.text:
-        return {**raw, "model_type": other.known}
+        known = {**raw, "model_type": other.known}
+        return known | {RECORD: other.record} if other.record else known
     part = raw.get(other.text)
-    text = dict(part) if isinstance(part, dict) else {}
+    text = dict(cast("Mapping[str, object]", part)) if isinstance(part, dict) else {}
     if other.kind and text.get("use_mla", True):
         raise KvlatheError(
             f"the heads of this {given} share a latent",
@@ -49,7 +54,8 @@ def as_known(raw: Mapping[str, Any]) -> dict[str, Any]:
             "choose DeepSeek-OCR, whose heads have keys and values of their own",
         )
     text["model_type"] = other.kind or text.get("model_type")
-    known = {"model_type": other.known, "text_config": text}
+    known: dict[str, object] = {"model_type": other.known}
+    known["text_config"] = as_known(text)
     for name in ("quantization_config", "tie_word_embeddings"):
         if found := text.pop(name, None) or raw.get(name):
             known[name] = found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import (
     FAMILIES,
+    RECORD,
     SUPPORTED,
     TEXT_PARTS,
     Family,
@@ -244,7 +245,8 @@ def read_spec(
 def _spec(
     raw: Settings, config: PreTrainedConfig, max_seq_len: int | None
 ) -> DecoderSpec:
-    family = cast("FamilyReader", FAMILIES[config.model_type])(config)
+    record = getattr(config, RECORD, config.model_type)
+    family = cast("FamilyReader", FAMILIES[record])(config)
     part = TEXT_PARTS.get(raw["model_type"])
     if part is not None:
         beside = family.beside + part.beside

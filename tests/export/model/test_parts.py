@@ -19,6 +19,17 @@ from tests.support.checkpoints import make_model
 from tests.support.families.seeing import TEXTS, settings_of, text_of
 
 TOKENS = 90
+INTERNLM2 = {
+    "embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "lm_head": "output",
+}
+"""Names of Llama -> those of InternLM 2."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
@@ -84,6 +95,37 @@ def test_text_of_an_older_internvl_is_read_as_published(
     names = "", "language_model."
     ours = folder_of(tmp_path / "ours", known, names, config)
     equal_weights(Checkpoint(ours), Checkpoint(known))
+
+
+def test_internlm2_is_llama_with_q_k_and_v_in_one_tensor(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """Alone, and as the text of an older InternVL."""
+    known, _ = reference("llama")
+    theirs = Checkpoint(known)
+    tensors = load_file(known / "model.safetensors")
+    for layer in range(theirs.spec.layers):
+        at = f"model.layers.{layer}.self_attn."
+        q, k, v = (tensors.pop(f"{at}{end}_proj.weight") for end in "qkv")
+        heads = [x.unflatten(0, (theirs.spec.kv_heads, -1)) for x in (q, k, v)]
+        own = torch.cat(heads, 1).flatten(0, 1).contiguous()
+        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = own
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        for part, other in INTERNLM2.items():
+            name = name.replace(part, other)
+        named[name] = tensor
+    text = json.loads((known / "config.json").read_text())
+    text |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}
+    whole = {"model_type": "internvl_chat", "llm_config": text | {"bias": False}}
+    for lead, config in (("", text), ("language_model.", whole)):
+        folder = tmp_path / f"of-{lead}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        shutil.copy(known / "tokenizer.json", folder)
+        inside = {f"{lead}{name}": tensor for name, tensor in named.items()}
+        save_file(inside, folder / "model.safetensors")
+        equal_weights(Checkpoint(folder), theirs)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -145,8 +145,8 @@ def settings_of(prefix: str) -> dict[str, Any]:
 
 
 def text_of(model: torch.nn.Module) -> torch.nn.Module:
-    """What of a model writes text alone, where the whole asks for images."""
-    return model.language_model if hasattr(model, "qformer") else model
+    """Return the part that writes text, where the whole model asks for images."""
+    return model.get_submodule("language_model" if hasattr(model, "qformer") else "")
 
 
 def _smaller(part: PreTrainedConfig) -> dict[str, Any]:
