@@ -13,7 +13,7 @@ kvlathe_cuda_plan): ``plan us`` is what that takes a step, and beside it a call.
 ``mixed`` 16 to 96 with mean 51.2 for K and for V; ``mixed48`` 16 to 96 and
 ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96.
 GB/s counts K, V, q and o once. Below 16 bit a sequence has its tokens in sealed pages
-(groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline
+(``--form``; scales and padding count) and 32 more in a 16-bit page, and the baseline
 is fp8. ``op us`` is the whole op: RoPE, projection, rounding and append of the new
 tokens, then attention; the plan included. ``--baseline`` is the output of FlashInfer's
 benchmark; without it no ratio is printed. Needs torch; prints one table and one JSON
@@ -27,7 +27,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ import torch
 
 from benchmarks.support.commands import parser_of
 from benchmarks.support.gpu import STEPS, lengths_of, ranks_of, seconds_a_call
-from kvlathe.plan.formats import Tier
+from kvlathe.export.methods.fp8 import TIER as FP8
+from kvlathe.plan.formats import WHOLE_RANK, Bits, Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
@@ -46,6 +47,14 @@ from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Library
 from tests.native.problem import Problem
 from tests.support.format_cases import bits_of
 
+FORMS: dict[str, Callable[[Bits], Tier]] = {
+    "int": lambda bits: Tier(bits, bits, arithmetic="int"),
+    "channel": lambda bits: Tier(bits, bits, "token", "rank"),
+    "token": lambda bits: Tier(bits, bits, "rank", "rank", WHOLE_RANK, WHOLE_RANK),
+    "fp8": lambda _: FP8,
+}
+"""Sealed pages: those of hack's integer arithmetic; keys by channel and values by token,
+which it has by default; both by token; floats of 8 bits."""
 READ_RATE = 4.58e12
 """Bytes a second that the best public decode kernel read on an H200."""
 
@@ -80,7 +89,7 @@ def problem_of(
     if bits == 16:
         return Problem(ranks, lengths, a.group, dtype, a.page_tokens, "cuda")
     sealed = [[-(-n // a.page_tokens) * a.page_tokens] for n in lengths]
-    tier = Tier(bits_of(bits), bits_of(bits), arithmetic="int")
+    tier = FORMS[a.form](bits_of(bits))
     return CodesProblem(
         ranks,
         sealed,
@@ -214,6 +223,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--bits", default="16", help="comma-separated: 16, 8, 4, 2")
+    parser.add_argument("--form", default="int", choices=list(FORMS))
     parser.add_argument(
         "--no-overlap",
         action="store_true",

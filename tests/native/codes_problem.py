@@ -3,13 +3,14 @@ answers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kvlathe.plan.formats import Tier, groups_along_rank
+from kvlathe.plan.formats import Format, Tier, groups_along_rank
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -19,7 +20,8 @@ from kvlathe.plan.token_score import ObservationWindow
 from tests.native.library import ABI_VERSION, BF16, F16, AttendDecodeArgs, Part
 
 LEVELS_Q, LEVELS_P, PARTITION = 127, 255, 64
-AXES = {"rank": 0, "token": 1}
+NO_NUMBER = 0x7F
+"""A float of 8 bits that is never written, but for its sign."""
 
 
 def plan_of(
@@ -141,17 +143,28 @@ class CodesProblem:
             return
         tier = self.tiers[bucket - 1]
         for row in self.layout.lane_table(bucket):
-            for at, groups, bits in (
-                (row[5], row[8], tier.bits_k),
-                (row[7], row[9], tier.bits_v),
+            for at, meta_at, groups, form in (
+                (row[4], row[5], row[8], tier.k),
+                (row[6], row[7], row[9], tier.v),
             ):
+                self._sane_codes(pages, at, meta_at, form)
                 meta = torch.empty(count, groups, 2, device=self.device).uniform_(
                     0.5, 1.5, generator=self.generator
                 )
-                meta *= torch.tensor([3.4 / (2**bits - 1), -1.7], device=self.device)
-                pages[:, at : at + 4 * groups] = (
-                    meta.half().view(count, -1).view(torch.uint8)
+                step = max(
+                    map(abs, filter(math.isfinite, form.decoding.worth(form.bits)))
                 )
+                meta *= torch.tensor([3.4 / step, -1.7], device=self.device)
+                pages[:, meta_at : meta_at + form.group_bytes * groups] = (
+                    meta[..., : form.halves].half().reshape(count, -1).view(torch.uint8)
+                )
+
+    @staticmethod
+    def _sane_codes(pages: torch.Tensor, at: int, end: int, form: Format) -> None:
+        """The largest float in the place of codes that are no number."""
+        if form.coding == "float8":
+            codes = pages[:, at:end]
+            codes -= (codes & NO_NUMBER == NO_NUMBER).byte()
 
     def poisoned(self, layer: int) -> torch.Tensor:
         width = self.group * sum(rank_v for _, rank_v in self.ranks[layer])
@@ -174,7 +187,7 @@ class CodesProblem:
             rows = self.rows(i, layer)
             self.kept.append(rows)
             part.bits_k, part.bits_v = tier.bits_k, tier.bits_v
-            part.axis_k, part.axis_v = AXES[tier.axis_k], AXES[tier.axis_v]
+            part.axis_k, part.axis_v = tier.k.axis_number, tier.v.axis_number
             part.group_k, part.group_v = tier.group_k, tier.group_v
             part.lane_count, part.lanes, part.page_stride = (
                 len(rows),
@@ -228,48 +241,27 @@ class CodesProblem:
             int(self.lengths[b, bucket]),
         )
         pages = self._pages(bucket)[self.tables[bucket][b, : -(-n // p)].long()]
-        count, rank_k, rank_v = len(pages), int(row[2]), int(row[3])
-        sizes = torch.tensor(
-            groups_along_rank(rank_k, tier.group_k), device=self.device
-        )
 
-        def meta(at: int, groups: int) -> torch.Tensor:
-            return (
-                pages[:, at : at + 4 * groups]
-                .contiguous()
-                .view(torch.float16)
-                .double()
-                .view(count, groups, 2)
+        def side(rank: int, at: int, meta_at: int, form: Format) -> list[torch.Tensor]:
+            """Codes, scales and minima of all tokens of the pages, [n, rank]."""
+            codes = unpacked(pages[:, at : at + p * rank * form.bits // 8], form.bits)
+            sizes = form.group_sizes(rank, p)
+            rows = p if form.axis == "rank" else rank
+            end = meta_at + form.group_bytes * rows * len(sizes)
+            meta = pages[:, meta_at:end].contiguous().view(torch.float16).double()
+            wide = torch.tensor(sizes, device=self.device)
+            meta = meta.view(-1, rows, len(sizes), form.halves).repeat_interleave(
+                wide, 2
             )
+            worth = torch.tensor(form.decoding.worth(form.bits), device=self.device)
+            scale, minimum = meta[..., 0], meta[..., -1] * (form.halves - 1)
+            both = worth.double()[codes.long()].view(scale.shape), scale, minimum
+            turned = (x if form.axis == "rank" else x.transpose(1, 2) for x in both)
+            return [x.reshape(-1, rank)[:n] for x in turned]
 
-        k = unpacked(
-            pages[:, row[4] : row[4] + p * rank_k * tier.bits_k // 8], tier.bits_k
-        ).view(-1, rank_k)
-        k_meta = (
-            meta(row[5], row[8])
-            .view(count * p, len(sizes), 2)
-            .repeat_interleave(sizes, 1)
-        )
-        v = unpacked(
-            pages[:, row[6] : row[6] + p * rank_v * tier.bits_v // 8], tier.bits_v
-        )
-        v = v.view(count, rank_v, p).transpose(1, 2).reshape(-1, rank_v)
-        v_meta = (
-            meta(row[7], row[9])
-            .view(count, rank_v, p // tier.group_v, 2)
-            .repeat_interleave(tier.group_v, 2)
-        )
-        v_meta = v_meta.transpose(1, 2).reshape(-1, rank_v, 2)
-        return tuple(
-            x[:n]
-            for x in (
-                k,
-                k_meta[..., 0],
-                k_meta[..., 1],
-                v,
-                v_meta[..., 0],
-                v_meta[..., 1],
-            )
+        return (
+            *side(int(row[2]), int(row[4]), int(row[5]), tier.k),
+            *side(int(row[3]), int(row[6]), int(row[7]), tier.v),
         )
 
     def _tail(self, b: int, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

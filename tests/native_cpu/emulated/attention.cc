@@ -5,6 +5,7 @@
 #include "cuda/cache/spread.cu"
 #include "cuda/decode/attend_decode.cu"
 #include "cuda/decode/attend_bundle.cuh"
+#include "cuda/decode/attend_bytes.cuh"
 #include "cuda/decode/plan.cu"
 
 #include "host_half.h"
@@ -42,6 +43,10 @@ const void* decode_kernel_general(bool, bool named) {
 }
 const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_float8(bool) { return launcher<Float8Params>(); }
+const void* decode_kernel_bytes(bool, bool floats) {
+  return floats ? launcher_of<attend_bytes<HostHalf, Coding::kFloat8>>()
+                : launcher_of<attend_bytes<HostHalf, Coding::kAffine>>();
+}
 const void* decode_kernel_wide(bool) { return launcher<Wide256>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }
 const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }

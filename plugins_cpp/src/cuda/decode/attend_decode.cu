@@ -56,6 +56,12 @@ int64_t alone_pairs() {
   return end == given || *end ? kAlonePairs : number;
 }
 
+// KVLATHE_UNPROVEN=1: attend_bytes is taken, whose tests have not run on a GPU.
+bool proves_bytes() {
+  const char* given = std::getenv("KVLATHE_UNPROVEN");
+  return given && given[0] == '1' && !given[1];
+}
+
 // Whether pairs are so many that each warp attends alone.
 bool many_pairs(int64_t batch, int64_t heads, const Device& device) {
   return 4 * batch * heads >= alone_pairs() * device.sms;
@@ -287,6 +293,17 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   const int bits = bits_of_codes(a);
   if (a.flags & KVLATHE_BUNDLES) return decided_bundled(a, heads, device, wide, bits, body);
+  if (proves_bytes() && is_of_bytes(a, heads)) {
+    const bool floats = any_float8(a);
+    const void* kernel = decode_kernel_bytes(half, floats);
+    if (floats)
+      body(decide(kernel, decode_params_of<ByteParams<Coding::kFloat8>>(a, heads, 1), a, device,
+                  kByteWarps));
+    else
+      body(decide(kernel, decode_params_of<ByteParams<Coding::kAffine>>(a, heads, 1), a, device,
+                  kByteWarps));
+    return;
+  }
   if (any_float8(a)) return general(decode_kernel_float8(half), Float8Params{});
   if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))

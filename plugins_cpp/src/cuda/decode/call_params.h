@@ -33,10 +33,32 @@ inline bool is_general(const kvlathe_attend_decode_args& a) {
          });
 }
 
+// Whether a part's K and V are rows of bytes, one group a token.
+inline bool has_byte_rows(const kvlathe_part& part, const std::vector<Head>& heads) {
+  return is_byte(part.bits_k) && is_byte(part.bits_v) && part.axis_k == part.axis_v &&
+         part.axis_k != KVLATHE_AXIS_TOKEN && !part.hidden &&
+         std::all_of(heads.begin(), heads.end(), [&part](const Head& head) {
+           return head.rank_k % 32 == 0 && head.rank_v % 32 == 0 && head.rank_k <= part.group_k &&
+                  head.rank_v <= part.group_v;
+         });
+}
+
+// Whether attend_bytes takes the call.
+inline bool is_of_bytes(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
+  const auto of_bytes = [&](const kvlathe_part& part) { return has_byte_rows(part, heads); };
+  const kvlathe_part* const end = a.parts + a.part_count;
+  return a.part_count <= 2 && !is_scored(a) && !is_wide(a) && !(a.flags & KVLATHE_BUNDLES) &&
+         std::any_of(a.parts, end, of_bytes) && std::all_of(a.parts, end, [&](const auto& part) {
+           return of_bytes(part) ? any_float8(part) == any_float8(a)
+                                 : !any_quantized(part) && !part.hidden;
+         });
+}
+
 inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part,
-                              bool general) {
+                              bool general, bool byte_rows) {
   const bool codes = any_quantized(part);
-  const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
+  const int32_t unit = codes && !byte_rows ? a.page_tokens : kRowTokens,
+                units = a.page_tokens / unit;
   return {part.page_table,
           part.lengths,
           part.page_stride,
@@ -50,14 +72,27 @@ inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe
 }
 
 // 16 bit: a tile has a power of two of units, up to kTileBytes, and a page holds whole tiles.
-inline LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
+// meta_bytes: rows of bytes, with so many for the metadata of a token of K, or of V.
+inline LaneParams lane_params_rows(const LaneRow& row, int32_t units_per_page,
+                                   int32_t meta_bytes = 0) {
   const int32_t ranks = row.rank_k + (values_in_keys(row) ? 0 : row.rank_v),
-                bytes = kRowTokens * 2 * ranks, copies = std::max(row.rank_k, row.rank_v) / 16;
+                element = meta_bytes ? 1 : 2,
+                bytes = kRowTokens * (element * ranks + 2 * meta_bytes),
+                copies = element * std::max(row.rank_k, row.rank_v) / 32;
+  const auto place = [&](int32_t at) { return uint16_t(meta_bytes ? (at - row.k) / 16 : 0); };
   int32_t units = 1;
   while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
          units_per_page % (2 * units) == 0)
     units *= 2;
-  return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
+  return {row.k,
+          row.v,
+          bytes,
+          bytes * units,
+          place(row.k_meta),
+          place(row.v_meta),
+          uint16_t(bytes / kWeight),
+          uint8_t(units),
+          0};
 }
 
 // The end of K or V, or of its metadata, in a lane's slab.
@@ -126,7 +161,7 @@ inline int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& h
 // P: Params, or what is derived from it.
 template <class P>
 P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, int fill) {
-  const bool general = is_general(a);
+  const bool general = !P::kByteRows && is_general(a);
   constexpr int kParts = P::kParts;
   P p{};
   p.pool = static_cast<const char*>(a.pool);
@@ -142,8 +177,8 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   p.least_block_weight = kLeastBlockWeight;
   bool any_codes = false;
   for (int i = 0; i < kParts; ++i) {
-    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general);
-    any_codes |= is_quantized(p.part[i].bits);
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general, P::kByteRows);
+    any_codes |= is_quantized(p.part[i].bits) && !P::kByteRows;
   }
   for (size_t h = 0; h < heads.size(); ++h) {
     const Head& head = heads[h];
@@ -158,8 +193,10 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
       if (i < 0) continue;
       const bool codes = any_quantized(a.parts[i]);
       LaneParams& lane = p.head[h].lane[slot];
-      lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
-                   : lane_params16(*head.lane[i], p.part[i].units_per_page);
+      const int32_t meta_bytes = codes ? P::kMetaBytes : 0;
+      lane = codes && !P::kByteRows
+                 ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
+                 : lane_params_rows(*head.lane[i], p.part[i].units_per_page, meta_bytes);
       if (any_codes || general)
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i],
                                                                fill, most_columns(p), general));

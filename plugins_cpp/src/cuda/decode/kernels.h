@@ -1,5 +1,5 @@
 // The compiled variants of attend_decode, by what a call needs. They are spread over files
-// (decode_16.cu, decode_codes.cu, decode_alone.cu, decode_any.cu, decode_general.cu, decode_float8.cu, and
+// (decode_16.cu, decode_codes.cu, decode_alone.cu, decode_any.cu, decode_bytes.cu, decode_general.cu, decode_float8.cu, and
 // bundled_*.cu beside them), so that these are compiled at the same time.
 #pragma once
 
@@ -25,6 +25,8 @@ const void* decode_kernel_general(bool half, bool named);
 const void* decode_kernel_scored(bool half);  // takes ScoredParams
 const void* decode_kernel_float8(bool half);  // takes Float8Params: floats of 8 bits, too
 
+// Takes ByteParams. floats: of 8 bits.
+const void* decode_kernel_bytes(bool half, bool floats);
 const void* decode_kernel_wide(bool half);  // takes Wide256
 
 // Of calls with bundles: 16 bit, codes as in decode_kernel_codes, and all others.

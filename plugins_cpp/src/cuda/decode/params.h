@@ -32,6 +32,8 @@ __host__ __device__ constexpr int most_warps(int bits, int fill) {
 }
 // And of attend_general, which needs more registers than 8 warps would leave it.
 constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
+// And of attend_bytes: more rings would have room for fewer tiles each.
+constexpr int kByteWarps = kMaxWarps * 3 / 4;
 // And of calls with bundles, whose items have up to twice as many columns.
 constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
@@ -127,6 +129,9 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr bool kHides = false, kScored = false, kFloat8 = false;
   static constexpr bool kBundled = false;
   static constexpr bool kAlone = false;
+  // Whether parts of 8 bits are rows of bytes (attend_bytes.cuh), and then bytes of a token's metadata.
+  static constexpr bool kByteRows = false;
+  static constexpr int kMetaBytes = 0;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   // The widest ranks, and blocks of a multiprocessor.
   static constexpr bool kWide = false;
@@ -161,6 +166,13 @@ static_assert(sizeof(Params<KVLATHE_MAX_SLOTS, KVLATHE_MAX_PARTS>) <= 8192);
 // warps, and partials are AlonePartial [blocks, warps, 2].
 struct AloneParams : Params<2> {
   static constexpr bool kAlone = true;
+};
+
+// Of calls whose codes are rows of bytes: a unit of such a part has 16 tokens.
+template <Coding kCoding>
+struct ByteParams : Params<2> {
+  static constexpr bool kByteRows = true, kHides = true;  // a block may have few threads
+  static constexpr int kMetaBytes = 2 * metadata_halves(kCoding);
 };
 
 // What the kernel of general calls (attend_general.cuh) is told beside that. A part has the bits

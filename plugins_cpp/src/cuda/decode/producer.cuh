@@ -256,6 +256,10 @@ struct Producer : Feed {
   __device__ int room_of(const LaneParams& lane) const {
     return ring_room(fine ? lane.tile_bytes / lane.tile_units : lane.tile_bytes);
   }
+  // Whether a part has rows of bytes, which are copied as 16-bit rows of half the rank.
+  __device__ bool in_bytes(int head, int part) const {
+    return P::kByteRows && is_byte(p.part_of(head, part).bits);
+  }
   __device__ int page_of(int head, int part, int unit) const {
     const PartParams& at = p.part_of(head, part);
     return at.units_per_page == 1 ? unit : int(__umulhi(unit, at.units_per_page_magic));
@@ -340,7 +344,8 @@ struct Producer : Feed {
         pieces = kPieces && is_byte(bits) ? p.page_tokens / kPieceTokens : 0;
         piece_bytes = kPieceTokens * at.rank_k;
       }
-      if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
+      const int halved = in_bytes(ahead.now_head, ahead.part);
+      if (!kQuantized) copies.set(at.rank_k >> halved, at.rank_v >> halved, units);
       // The page ids are in the copy group of the queries of the run that ends here, and a tile's
       // group came after it. On GPUs without bulk copies this waits for tiles, too.
       if constexpr (kParks) wait_copy_groups<1>();
@@ -361,8 +366,9 @@ struct Producer : Feed {
     from = p.pool + page_id * p.part_of(head, part).page_stride + lane.k;
     if (!tile_pages) {
       const int in_page = own - page_of(head, part, own) * p.part_of(head, part).units_per_page;
-      from += in_page * (at.rank_k * 2 * kRowTokens);
-      delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * 2 * kRowTokens;
+      const int element = in_bytes(head, part) ? 1 : 2;
+      from += in_page * (at.rank_k * element * kRowTokens);
+      delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * element * kRowTokens;
     }
     ask(later_ids, head, part, sequence, own + (32 >> lanes) * stride, last);
     taken = 0;
@@ -371,7 +377,8 @@ struct Producer : Feed {
   // Whether the kernel before this one writes nothing of the next tile: with KVLATHE_APPENDED it
   // writes the last row of a 16-bit part at most.
   __device__ bool steady() const {
-    return tile_pages || (!kQuantized && runs.now_length - unit * kRowTokens > copies.tokens);
+    return tile_pages || in_bytes(runs.now_head, runs.now_part) ||
+           (!kQuantized && runs.now_length - unit * kRowTokens > copies.tokens);
   }
 
   // Asks for all that the ring has room for. If `early`, only for steady tiles of the first run:
@@ -488,8 +495,23 @@ struct Producer : Feed {
         copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(lane), rows);
     } else {
       copy_tile(copies, to, k, v, rows);
+      if (in_bytes(runs.now_head, runs.now_part)) fetch_meta(to + (copies.k + copies.v) * 512, k);
     }
     ++taken;
+  }
+
+  // Fetches the metadata of a tile of rows of bytes, of K and then of V. k: where its K begins.
+  __device__ void fetch_meta(uint32_t to, const char* k) const {
+    const auto& head = p.head[runs.now_head];
+    const LaneParams& lane = head.lane[runs.now_part];
+    const int in_page = unit - page_of(runs.now_head, runs.now_part, unit) *
+                                   p.part_of(runs.now_head, runs.now_part).units_per_page;
+    const int first = in_page * kRowTokens, copies_a_side = copies.tokens * P::kMetaBytes / 16,
+              own = threadIdx.x % 32, of_v = own >= copies_a_side;
+    const int place = first * P::kMetaBytes + (own - (of_v ? copies_a_side : 0)) * 16;
+    if (own < 2 * copies_a_side)
+      copy16(to + own * 16,
+             k - first * head.rank_k + 16 * (of_v ? lane.v_meta : lane.k_meta) + place, true);
   }
 };
 
