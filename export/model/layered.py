@@ -26,6 +26,10 @@ Advance = Callable[[float], None]
 """Says what further share of a pass is done."""
 
 
+Asked = tuple[tuple[int, ...], tuple[int, ...]]
+"""A sequence's token ids and positions."""
+
+
 def _unsaid(share: float) -> None:
     """Nobody asked."""
 
@@ -63,7 +67,7 @@ class LayeredModel:
         self._checkpoint = checkpoint
         self._kept = kept
         self._layers: dict[int, LayerRunner] = {}
-        self._passes: dict[tuple[int, ...], Pass] = {}
+        self._passes: dict[Asked, Pass] = {}
         self._head = SlicedHead(checkpoint)
 
     @property
@@ -80,22 +84,25 @@ class LayeredModel:
         rows: Sequence[int],
         remembered: bool = False,
         advance: Advance = _unsaid,
+        positions: Sequence[int] = (),
     ) -> Tensor:
         """[len(rows), V] float32: next-token logits of one sequence. ``remembered``: for
         the next gradients of scores of some of these rows, unless ``forget`` comes
-        first. ``advance`` comes to 1."""
-        passed = self._passed(ids, rows, advance)
+        first. ``advance`` comes to 1. ``positions`` of the tokens, rising, with or
+        without gaps; none: one after the other."""
+        passed = self._passed(ids, rows, advance, positions)
         last: Tensor
         if remembered:
             *states, last = passed
-            self._passes[tuple(ids)] = Pass(tuple(rows), states, last)
+            asked = tuple(ids), tuple(positions)
+            self._passes[asked] = Pass(tuple(rows), states, last)
         else:
             (last,) = deque(passed, maxlen=1)
         return self._head.logits(last)
 
-    def forget(self, ids: Sequence[int]) -> None:
+    def forget(self, ids: Sequence[int], positions: Sequence[int] = ()) -> None:
         """Let go of a pass that was remembered."""
-        self._passes.pop(tuple(ids), None)
+        self._passes.pop((tuple(ids), tuple(positions)), None)
 
     def pulls(
         self,
@@ -103,12 +110,13 @@ class LayeredModel:
         rows: Sequence[int],
         slopes_of: SlopesOf,
         advance: Advance = _unsaid,
+        positions: Sequence[int] = (),
     ) -> Iterator[LayerPull]:
         """Every layer, the last one first, with the gradients of scores of the logits of
         ``rows``. ``advance`` comes to 1 with the forward pass; the layers are another.
-        Of the last layer no other rows pass the MLP."""
-        states, last = self._states(ids, rows, advance)
-        places = self._places(ids)
+        Of the last layer no other rows pass the MLP. ``positions``: as in ``logits``."""
+        states, last = self._states(ids, rows, advance, positions)
+        places = self._places(ids, positions)
         given = beside(self._checkpoint, self._ids(ids), states[0])
         shared = self._shared(states, places, given)
         after = self._head.pulls(last, slopes_of)  # [S, R, D]
@@ -153,22 +161,30 @@ class LayeredModel:
         return SharedCaches(shape, given)
 
     def _states(
-        self, ids: Sequence[int], rows: Sequence[int], advance: Advance
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        advance: Advance,
+        positions: Sequence[int],
     ) -> tuple[list[Tensor], Tensor]:
         """Inputs of each layer, and what the last one gives of ``rows``."""
-        known = self._passes.pop(tuple(ids), None)
+        known = self._passes.pop((tuple(ids), tuple(positions)), None)
         if known is not None and set(rows) <= set(known.rows):
             advance(1)
             return known.states, known.of(rows)
-        *states, last = self._passed(ids, rows, advance)
+        *states, last = self._passed(ids, rows, advance, positions)
         return states, last
 
     def _passed(
-        self, ids: Sequence[int], rows: Sequence[int], advance: Advance
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        advance: Advance,
+        positions: Sequence[int],
     ) -> Iterator[Tensor]:
         """Inputs of each layer, one after the other, and what the last one gives of
         ``rows``."""
-        places = self._places(ids)
+        places = self._places(ids, positions)
         tokens = self._ids(ids)
         hidden = embed(self._checkpoint, tokens, places)
         given = beside(self._checkpoint, tokens, hidden)
@@ -186,8 +202,9 @@ class LayeredModel:
     def _rows(self, rows: Sequence[int]) -> Tensor:
         return torch.tensor(list(rows), device=self.device)
 
-    def _places(self, ids: Sequence[int]) -> Tensor:
-        return torch.arange(len(ids), device=self.device)
+    def _places(self, ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        given = positions or range(len(ids))
+        return torch.tensor(given, device=self.device)
 
     def _runners(self, layers: Sequence[int]) -> Iterator[LayerRunner]:
         if not self._kept:

@@ -20,11 +20,11 @@ import torch
 
 from kvlathe.base.console import log, working
 from kvlathe.export.model.layered import Advance, LayeredModel
-from kvlathe.export.search.readings import Reading, margin_score
+from kvlathe.export.search.readings import Reading, margin_score, spread
 
-PASSAGE, PASSAGES = 64, 2
-"""Tokens that come twice, and how many such pieces. What is asked of one sequence costs
-one gradient, however much it is."""
+PASSAGE, PASSAGES = 32, 4
+"""Tokens that come twice, and how many such pieces, one in each equal part of what comes
+before. What is asked of one sequence costs one gradient, however much it is."""
 KEY, VALUE, ASKED = 3, 5, 12
 """Tokens of a record's key and value, and records that are asked for."""
 NEAR = 128
@@ -56,15 +56,16 @@ class Exercise:
 
 
 def copying(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:
-    """Passages at random depths of other text, and all of them again at the end, in
-    another order."""
+    """Passages in other text, one at a random depth of each equal part of it, and all
+    of them again at the end, in another order."""
     size = PASSAGES * PASSAGE
-    filler = _piece(text, length - 2 * size, rng)
-    depths = np.sort(rng.integers(len(filler) + 1, size=PASSAGES))
-    passages = [_piece(text, PASSAGE, rng) for _ in depths]
+    passages, rest = _taken_out(text, rng)
+    filler = _piece(rest, length - 2 * size, rng)
     ids: list[int] = []
     done = 0
-    for depth, passage in zip(depths.tolist(), passages, strict=True):
+    for depth, passage in zip(
+        _depths(len(filler), PASSAGES, rng), passages, strict=True
+    ):
         ids += [*filler[done:depth], *passage]
         done = depth
     ids += filler[done:]
@@ -76,11 +77,11 @@ def copying(text: Sequence[int], length: int, rng: np.random.Generator) -> Exerc
 
 def recall(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:
     """Records of random keys and values, each of random tokens of the text; then some
-    of them again, in another order."""
+    of them again, one of each equal part of them, in another order."""
     size = KEY + VALUE
     count = max(1, length // size - ASKED)
     records = rng.choice(np.asarray(text), (count, size))
-    asked = records[rng.permutation(count)[:ASKED]]
+    asked = records[rng.permutation(_depths(count, min(ASKED, count), rng))]
     ids = np.concatenate([records, asked]).ravel().tolist()
     start = count * size
     values = [place for place in range(start, len(ids)) if place % size >= KEY]
@@ -90,6 +91,30 @@ def recall(text: Sequence[int], length: int, rng: np.random.Generator) -> Exerci
 Kind = Callable[[Sequence[int], int, np.random.Generator], Exercise]
 """(tokens to take from, length, random numbers) -> an exercise."""
 KINDS: tuple[Kind, ...] = (copying, recall)
+
+
+def _depths(length: int, count: int, rng: np.random.Generator) -> list[int]:
+    """A random place of each of ``count`` equal parts of ``length``, in order: windows
+    of every size leave out as many as they would of many."""
+    return (
+        ((np.arange(count) + rng.random(count)) * length / count).astype(int).tolist()
+    )
+
+
+def _taken_out(
+    text: Sequence[int], rng: np.random.Generator
+) -> tuple[list[list[int]], list[int]]:
+    """Passages of the text and the rest of it, in which they do not come again: else a
+    nearer place would tell as much. A text shorter than a passage is its own rest."""
+    passages: list[list[int]] = []
+    rest = list(text)
+    for _ in range(PASSAGES):
+        start = int(rng.integers(len(rest)))
+        turned = rest[start:] + rest[:start]
+        rounds = -(-PASSAGE // len(turned))
+        passages.append((turned * rounds)[:PASSAGE])
+        rest = turned[PASSAGE:] or rest
+    return passages, rest
 
 
 def _piece(
@@ -107,9 +132,11 @@ def exercises(
     count: int,
     seed: int,
     far: bool = False,
+    gaps: int = 0,
 ) -> list[Reading]:
     """Up to ``count`` exercises of each kind, of at most ``length`` tokens, scored at
-    the places that depend on what is far. ``model`` is the uncompressed one."""
+    the places that depend on what is far. ``model`` is the uncompressed one; ``gaps``:
+    positions between the tokens that none of them has."""
     taken: list[tuple[Exercise, list[int]]] = []
     if length < LEAST:
         log.debug("%d tokens are too few for exercises", length)
@@ -122,12 +149,13 @@ def exercises(
             while found < count and tried < TRIES * count:
                 exercise = make(text, length, rng)
                 tried += 1
-                places = _dependent(model, exercise, advance)
+                positions = spread(len(exercise.ids), gaps)
+                places = _dependent(model, exercise, positions, advance)
                 if len(places) >= FEW:
                     taken.append((exercise, places))
                     found += 1
                 else:
-                    model.forget(exercise.ids)
+                    model.forget(exercise.ids, positions)
             advance(TRIES * count - tried)
             log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
     total = sum(len(places) for _, places in taken)
@@ -136,17 +164,23 @@ def exercises(
         answer = [exercise.ids[place] for place in places]
         rows = [place - 1 for place in places]
         weight = WEIGHT / (total * DRAWS)
-        score = margin_score(answer)
-        readings.append(Reading(exercise.ids, rows, score, DRAWS, weight, far))
+        scored = rows, margin_score(answer), DRAWS, weight
+        readings.append(Reading(exercise.ids, *scored, far, gaps))
     return readings
 
 
 @torch.inference_mode()
-def _dependent(model: LayeredModel, exercise: Exercise, advance: Advance) -> list[int]:
+def _dependent(
+    model: LayeredModel,
+    exercise: Exercise,
+    positions: tuple[int, ...],
+    advance: Advance,
+) -> list[int]:
     """The places of the answers that the model gets right, and would give GAIN nats
     less where it saw only what is near. ``advance`` comes to 1."""
-    whole = _before_answers(model, exercise, 0, advance)
-    near = _before_answers(model, exercise, max(0, exercise.start - NEAR))
+    whole = _before_answers(model, exercise, positions, 0, advance)
+    cut = max(0, exercise.start - NEAR)
+    near = _before_answers(model, exercise, positions, cut)
     answers = [exercise.ids[place] for place in exercise.answers]
     labels = torch.tensor(answers, device=whole.device)
     right = whole.argmax(-1) == labels
@@ -158,11 +192,13 @@ def _dependent(model: LayeredModel, exercise: Exercise, advance: Advance) -> lis
 def _before_answers(
     model: LayeredModel,
     exercise: Exercise,
+    positions: tuple[int, ...],
     cut: int,
     advance: Advance = lambda _: None,
 ) -> torch.Tensor:
     """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
     tokens."""
     rows = [place - 1 - cut for place in exercise.answers]
-    logits = model.logits(exercise.ids[cut:], rows, remembered=not cut, advance=advance)
+    ids = exercise.ids[cut:]
+    logits = model.logits(ids, rows, not cut, advance, positions[cut:])
     return logits.log_softmax(-1)

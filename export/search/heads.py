@@ -43,7 +43,8 @@ def named(
     lost = window_losses(checkpoint, window, form, sources, remembered)
     whole = compression.with_heads(lost.tolist(), spec.kv_heads)
     notes = {"heads by measured loss": whole.text}
-    return Named(whole, notes | exam_note(sources.tokens, spec.max_seq_len))
+    examined = exam_note(sources.tokens, spec.max_seq_len, spec.windows)
+    return Named(whole, notes | examined)
 
 
 def window_losses(

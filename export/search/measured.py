@@ -57,7 +57,8 @@ EXERCISES = 1
 NEAR_TOKENS = 1024
 """Tokens of an exercise on which forms are priced."""
 FAR_TOKENS = 8192
-"""Tokens of the longest reading on which windows are priced."""
+"""Tokens of the longest reading on which windows are priced. Where longer sequences are
+served, its positions have gaps."""
 FAR_QUESTIONS = 2
 FORETOLD = 0.1
 """Nats a token: a search begins where this is foretold. By then answers begin to
@@ -70,7 +71,7 @@ GUESSED = 0.002
 class Sources:
     """Sources of the readings that sensitivity is measured on: exams' texts and
     questions, and exercises made of the texts' tokens where ``exercised``. Windows are
-    priced on sequences of up to ``tokens`` tokens, the length that is served."""
+    priced at positions of up to ``tokens``, the length that is served."""
 
     exams: Sequence[Exam]
     tokens: int
@@ -110,16 +111,25 @@ class Sources:
             chosen += of_questions(by_length[:QUESTIONS])
             chosen += of_questions(fitting[-FAR_QUESTIONS:], far=True)
         text = self.text
+        reach = self.tokens if spread_over(model.spec.windows) else self.far
         if text:
-            chosen += of_text([text[: self.far]], far=True)
+            long = text[: self.far]
+            chosen += of_text([long], far=True, gaps=reach - len(long))
         if text and self.exercised:
             near = min(NEAR_TOKENS, self.far)
             chosen += exercises(model, text, near, EXERCISES, seed)
-            chosen += exercises(model, text, self.far, EXERCISES, seed, far=True)
+            far = self.far, EXERCISES, seed, True, reach - self.far
+            chosen += exercises(model, text, *far)
         return chosen
 
 
-PRICED = 5
+def spread_over(layer_windows: Sequence[int]) -> bool:
+    """Whether readings may leave positions out: not where a layer has a window of its
+    own, which would see across the gaps what it never sees."""
+    return not any(layer_windows)
+
+
+PRICED = 6
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
@@ -261,19 +271,23 @@ def plan_of(
             "calibration": stats.source,
             "expected loss": prices.lost(choice),
             **exam_note(
-                prices.grid.tokens, form.max_seq_len or stats.shape.max_positions
+                prices.grid.tokens,
+                form.max_seq_len or stats.shape.max_positions,
+                form.layer_windows,
             ),
         },
     )
     return plan, chosen.basis
 
 
-def exam_note(tokens: int, served: int) -> dict[str, str]:
-    """Notes of what was priced on sequences of up to ``tokens`` tokens, and a warning
-    where longer ones are ``served``."""
-    longest = min(tokens, FAR_TOKENS)
-    priced_on = {"priced on": f"sequences of up to {longest:,} tokens"}
-    if served <= longest:
+def exam_note(tokens: int, served: int, layer_windows: Sequence[int]) -> dict[str, str]:
+    """Notes of what was priced at positions of up to ``tokens``, and a warning where
+    longer sequences are ``served``. ``layer_windows``: those of the model's layers."""
+    read = min(tokens, FAR_TOKENS)
+    reach = tokens if spread_over(layer_windows) else read
+    at = f" at positions of up to {reach:,}" if reach > read else ""
+    priced_on = {"priced on": f"sequences of up to {read:,} tokens{at}"}
+    if served <= reach:
         return priced_on
     fact = f"this plan was priced on {priced_on['priced on']}, and serves {served:,}"
     reason = "what heads need of more distant tokens was not examined"

@@ -17,6 +17,8 @@ from torch import Tensor
 from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.tasks import tasks
 
+PIECE = 512
+"""Tokens in a row, where positions have gaps."""
 TEXT_DRAWS, QUESTION_DRAWS = 2, 4
 FAR_DRAWS = 2
 """Draws of a long text or question: one there costs as much as many of a short one."""
@@ -56,6 +58,20 @@ def margin_score(answer: Sequence[int]) -> Scored:
     return score
 
 
+def spread(tokens: int, gaps: int) -> tuple[int, ...]:
+    """Positions of ``tokens`` tokens that leave out ``gaps`` positions, about equally
+    many between any two pieces of PIECE tokens. The first is 0, the last piece whole.
+
+    A model that turns by positions (RoPE) then looks as far as in a sequence of
+    ``tokens + gaps`` tokens, and reads only so many.
+    """
+    last = (tokens - 1) // PIECE
+    if not last:
+        return tuple(range(tokens))
+    pieces = (last - (tokens - 1 - place) // PIECE for place in range(tokens))
+    return tuple(place + gaps * piece // last for place, piece in enumerate(pieces))
+
+
 @dataclass(frozen=True)
 class Reading:
     """A sequence, the places whose logits are scored, and how."""
@@ -66,9 +82,16 @@ class Reading:
     draws: int
     weight: float  # of a squared change of the score
     far: bool = False  # windows are priced on it, forms are not
+    gaps: int = 0  # positions that no token has
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return spread(len(self.ids), self.gaps)
 
 
-def of_text(windows: Sequence[Sequence[int]], far: bool = False) -> list[Reading]:
+def of_text(
+    windows: Sequence[Sequence[int]], far: bool = False, gaps: int = 0
+) -> list[Reading]:
     """Every token of the windows but each first one is scored."""
     total = sum(len(window) - 1 for window in windows)
     readings = []
@@ -76,7 +99,8 @@ def of_text(windows: Sequence[Sequence[int]], far: bool = False) -> list[Reading
     for window in windows:
         weight = 0.5 / (total * draws)
         rows = range(len(window) - 1)
-        readings.append(Reading(tuple(window), rows, text_score, draws, weight, far))
+        scored = rows, text_score, draws, weight
+        readings.append(Reading(tuple(window), *scored, far, gaps))
     return readings
 
 

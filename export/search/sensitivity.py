@@ -33,7 +33,7 @@ from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
-from kvlathe.plan.lives import Life, Sight
+from kvlathe.plan.lives import NO_END, Life, Sight
 
 Array = npt.NDArray[np.floating]
 
@@ -98,7 +98,8 @@ def observe(
         return reading.score(logits, chance[:, rows], rows)
 
     readers: dict[int, list[list[ObservedLane]]] = {}
-    for pulled in model.pulls(reading.ids, reading.rows, slopes_of, advance):
+    asked = reading.ids, reading.rows, slopes_of, advance, reading.positions
+    for pulled in model.pulls(*asked):
         heads = model.spec.heads(pulled.layer).kv_heads
         source = model.spec.shape.source(pulled.layer)
         readers.setdefault(source, []).append(_lanes(pulled, heads))
@@ -239,12 +240,15 @@ class LaneMoves:
                 out = (sealed + fresh) @ form.back.mT + form.centre
                 yield self._moved((self.pull * out).sum(-1))
 
-    def windows(self, firsts: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
-        """Sum of squared moves for each window: its sink, and [T], the first token
-        after the sink that the query at each place sees."""
+    def windows(
+        self, firsts: Iterable[tuple[int, Tensor]], positions: Tensor
+    ) -> Iterator[Tensor]:
+        """Sum of squared moves for each window: its sink, and [T], the first position
+        after the sink that the query at each place sees. ``positions`` [T]: of the
+        tokens, which may have gaps."""
         for sink, first in firsts:
-            recent = self.places >= first[self.queries.places][:, None]  # [R, T]
-            seen = self.shares * (recent | (self.places < sink))  # [G, R, T]
+            recent = positions >= first[self.queries.places][:, None]  # [R, T]
+            seen = self.shares * (recent | (positions < sink))  # [G, R, T]
             whole = seen.sum(-1, keepdim=True)  # [G, R, 1]
             if self.attention.sinks is not None:
                 whole = whole + 1 - self.shares.sum(-1, keepdim=True)
@@ -291,8 +295,13 @@ def losses(
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
     with working("measuring sensitivity", len(readings)) as advance:
         for reading in readings:
-            tokens = len(reading.ids)
-            firsts = [_first_seen(life.sees, tokens, page, device) for life in windows]
+            # What fills up the last page comes after all of them.
+            missing = -len(reading.ids) % page
+            positions = (*reading.positions, *[NO_END] * missing)
+            places = torch.tensor(positions, device=device)
+            firsts = [
+                first_seen(life.sees, positions, page, device) for life in windows
+            ]
             layers = observe(model, reading, draw, lambda x: advance(x * FORWARD))
             for observed in layers:
                 first = model.spec.shape.lanes_before(observed.layer)
@@ -303,7 +312,7 @@ def losses(
                         attention = observed.attention[head]
                         moves = LaneMoves(lane, page, queries, attention)
                         if reading.far:
-                            found = moves.windows(firsts)
+                            found = moves.windows(firsts, places)
                             of_windows[i] = _plus(of_windows[i], reading, found)
                         else:
                             at = (observed.layer, head)
@@ -323,11 +332,10 @@ def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:
     return losses + reading.weight * torch.stack(squares).double().cpu().numpy()
 
 
-def _first_seen(
-    sight: Sight, tokens: int, page: int, device: torch.device
+def first_seen(
+    sight: Sight, positions: Sequence[int], page: int, device: torch.device
 ) -> tuple[int, Tensor]:
-    """The window's sink, and for every place the first token after the sink that it
-    sees."""
-    whole_pages = -(-tokens // page) * page
-    firsts = [sight.first_seen(place, page) for place in range(whole_pages)]
+    """The window's sink, and for every one of ``positions`` the first after the sink
+    that it sees."""
+    firsts = [sight.first_seen(position, page) for position in positions]
     return sight.sink, torch.tensor(firsts, device=device)

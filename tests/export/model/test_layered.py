@@ -137,6 +137,25 @@ def test_a_pass_that_is_remembered_gives_the_same_gradients(
     assert not model._passes
 
 
+def test_positions_may_leave_gaps(reference: Reference) -> None:
+    """The logits are those of the whole model at these positions; what is remembered of
+    other positions is not taken for them."""
+    folder, whole = reference("llama")
+    model = LayeredModel(Checkpoint(folder))
+    ids = list(range(3, 3 + TOKENS))
+    positions = [place + 7 * (place // 16) for place in range(TOKENS)]
+    model.logits(ids, ROWS, remembered=True)
+    found = model.logits(ids, range(TOKENS), positions=positions)
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        at_these = whole(tokens, position_ids=torch.tensor([positions])).logits[0]
+        in_a_row = whole(tokens).logits[0]
+    torch.testing.assert_close(found, at_these.float(), atol=1e-4, rtol=0)
+    assert float((at_these - in_a_row).abs().max()) > 1e-2
+    model.forget(ids, positions)
+    assert len(model._passes) == 1
+
+
 # -- memory ----------------------------------------------------------------------------
 MEASURED = """
 import json, resource, sys, torch

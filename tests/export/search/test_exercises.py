@@ -58,6 +58,29 @@ def test_answers_stand_in_what_came_before(
         assert asked in found
 
 
+@settings(max_examples=20)
+@given(length=st.integers(600, 3000), seed=st.integers(0, 99))
+def test_a_passage_comes_once_before_it_is_asked_for(length: int, seed: int) -> None:
+    """One in each equal part, however short the text that the rest is made of: else a
+    window that has only the last part would find it."""
+    text = list(range(1000))
+    rng = np.random.default_rng(seed)
+    exercise = exercises.copying(text, length, rng)
+    before = exercise.ids[: exercise.start]
+    asked = exercise.ids[exercise.start :]
+    size = exercises.PASSAGE
+    places: list[int] = []
+    for start in range(0, len(asked), size):
+        passage = asked[start : start + size]
+        ends = range(len(before) - size + 1)
+        found = [at for at in ends if before[at : at + size] == passage]
+        assert len(found) == 1
+        places += found
+    parts = [at * exercises.PASSAGES // exercise.start for at in sorted(places)]
+    for part, own in enumerate(parts):
+        assert part - 1 <= own <= part + 1  # passages before it move it on
+
+
 def test_only_what_the_model_knows_from_afar_is_asked() -> None:
     model, text = lathe()
     made = exercises.exercises(model, text, 512, 2, seed=0)

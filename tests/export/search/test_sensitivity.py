@@ -3,13 +3,16 @@ labels are drawn as the model says."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvlathe.export.model.sliced_head import Slopes
-from kvlathe.export.search import readings
+from kvlathe.export.search import readings, sensitivity
+from kvlathe.plan.lives import Window
 
 WORDS = 40
 
@@ -20,6 +23,20 @@ def dense(slopes: Slopes, words: int = WORDS) -> Tensor:
     whole = slopes.weights.new_zeros(scores, rows, words)
     whole.scatter_add_(-1, slopes.tokens, slopes.weights)
     return whole if slopes.shares is None else whole - slopes.shares
+
+
+@given(st.integers(1, 3000), st.integers(0, 40000))
+def test_positions_are_spread_over_all_that_is_served(tokens: int, gaps: int) -> None:
+    """They rise from 0 to the end, whole pieces in a row and equal gaps between them."""
+    found = readings.spread(tokens, gaps)
+    if tokens <= readings.PIECE:
+        assert found == tuple(range(tokens))
+        return
+    assert found[0] == 0 and found[-1] == tokens + gaps - 1
+    steps = [after - before for before, after in itertools.pairwise(found)]
+    jumps = steps[(tokens - 1) % readings.PIECE :: readings.PIECE]
+    assert sum(jumps) - len(jumps) == gaps and max(jumps) - min(jumps) <= 1
+    assert sorted(steps) == sorted([1] * (tokens - 1 - len(jumps)) + jumps)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 7))
@@ -75,3 +92,29 @@ def test_slopes_of_answers_are_those_of_their_margins(seed: int, size: int) -> N
                 total = total + (1 if sign >= 0.5 else -1) * margin / size_of
             total.backward()
             torch.testing.assert_close(found, own.grad)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 60), st.integers(0, 90))
+def test_a_window_sees_by_positions(seed: int, tokens: int, gaps: int) -> None:
+    """Its move is that of plain attention over the tokens whose positions it holds,
+    wherever positions are left out."""
+    draw = torch.Generator().manual_seed(seed)
+    page, life = 8, Window(8, 16)
+    q, pull = (torch.randn(*x, tokens, 4, generator=draw) for x in ((2,), (3, 2)))
+    k, v = torch.randn(2, tokens, 4, generator=draw)
+    skipped = torch.randint(gaps + 1, (tokens,), generator=draw)
+    positions = torch.arange(tokens) + skipped.sort().values
+    lane = sensitivity.ObservedLane(q, k, v, pull)
+    moves = sensitivity.LaneMoves(lane, page, sensitivity.Queries.all(tokens))
+    places = [*positions.tolist(), *[10**6] * (-tokens % page)]
+    first = sensitivity.first_seen(life.sees, places, page, q.device)
+    (found,) = moves.windows([first], torch.tensor(places))
+    own_page = positions[:, None] // page * page
+    seen = (positions < 8) | (positions >= own_page - 16)
+    causal = torch.ones(tokens, tokens).tril().bool()
+    scores = (q @ k.mT).masked_fill(~causal, -torch.inf)
+    change = (
+        scores.masked_fill(~seen, -torch.inf).softmax(-1) - scores.softmax(-1)
+    ) @ v
+    expected = torch.einsum("sgtd,gtd->st", pull, change).square().sum()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
