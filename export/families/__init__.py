@@ -50,6 +50,7 @@ from kvlathe.export.families.latent import (
     youtu,
 )
 from kvlathe.export.families.llama import llama
+from kvlathe.export.families.llama4 import llama4
 from kvlathe.export.families.llama_like import (
     apertus,
     arcee,
@@ -170,6 +171,7 @@ FAMILIES = {
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
     "llama": llama,
+    "llama4_text": llama4,
     "mellum": mellum,
     "minicpm3": minicpm3,
     "minimax_m2": minimax_m2,

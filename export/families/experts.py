@@ -68,11 +68,14 @@ OF_EXPERTS = (
 PLAIN = {role: NAMES[role] for role in ("gate", "up", "down")}
 
 
-def with_dense(family: Family, dense: Sequence[int], size: int) -> Family:
-    """``family`` with plain MLPs of ``size`` columns in some layers."""
+def with_dense(
+    family: Family, dense: Sequence[int], size: int, plain: dict[str, str] = PLAIN
+) -> Family:
+    """``family`` with MLPs of ``size`` columns in some layers, under the names
+    ``plain``."""
     kept = {role: x for role, x in family.names.items() if role not in OF_EXPERTS}
     return replace(
-        family, dense=tuple(dense), dense_names=kept | PLAIN, dense_size=size
+        family, dense=tuple(dense), dense_names=kept | plain, dense_size=size
     )
 
 

@@ -51,6 +51,7 @@ class Experts:
     kept_groups: int = 1
     group_best: int = 2
     jitter: float = 0.0
+    before: bool = False
     beside: bool = False
     """They are beside a dense MLP, and read what it reads before its norm. Roles
     ``router_scale expert_scales experts_in_norm`` are of numbers that enter their maps,
@@ -158,7 +159,9 @@ class Family:
     where no layer has a window."""
     dense_tokens: int = 0
     """Tokens up to which a query sees all before it: in longer sequences an indexer
-    chooses among them. 0: there is none."""
+    chooses among them, or attention begins anew. 0: there is none."""
+    beyond: str = ""
+    """What keeps longer sequences from being served."""
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""
     ropes: tuple[str | None, ...] = ()

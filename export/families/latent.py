@@ -16,6 +16,7 @@ from kvlathe.export.families.llama import NAMES, llama
 from kvlathe.export.families.llama_like import temperature_of
 from kvlathe.export.families.sigmoid_experts import NAMES as WITH_EXPERTS
 from kvlathe.export.families.sigmoid_experts import Grouped, grouped
+from kvlathe.export.families.unknown import INDEXER
 
 if TYPE_CHECKING:
     from transformers import (
@@ -150,6 +151,7 @@ def deepseek_v32(config: DeepseekV32Config | GlmMoeDsaConfig) -> Family:
         family,
         interleaved=True,
         dense_tokens=config.index_topk,
+        beyond=INDEXER,
         beside=(*family.beside, *indexers(config.num_hidden_layers)),
     )
 

@@ -22,6 +22,7 @@ from kvlathe.export.families.experts import SHARED as ONE_SHARED
 from kvlathe.export.families.family import Experts, Family
 from kvlathe.export.families.llama import biased, gated, llama, of_columns
 from kvlathe.export.families.qwen import QK_NORMS
+from kvlathe.export.families.unknown import INDEXER
 from kvlathe.export.families.windows import sliding_layers
 from kvlathe.layers.bounds import Bound
 
@@ -236,7 +237,7 @@ def minimax_m3(config: MiniMaxM3VLTextConfig) -> Family:
     )
     if SPARSE_ATTENTION in (config.layer_types or ()):
         tokens = config.index_topk_blocks * config.index_block_size
-        family = replace(family, dense_tokens=tokens)
+        family = replace(family, dense_tokens=tokens, beyond=INDEXER)
     dense = not_sparse(config.mlp_layer_types)
     return with_dense(family, dense, config.dense_intermediate_size)
 

@@ -214,6 +214,7 @@ def routing_of(experts: Experts) -> Routing:
         kept_groups=experts.kept_groups,
         group_best=experts.group_best,
         jitter=experts.jitter,
+        before=experts.before,
     )
 
 

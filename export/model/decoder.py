@@ -163,8 +163,8 @@ class Decoder(nn.Module):
             StepTensors(cos, sin, *sequences, *pages, None, *held)
             for cos, sin in angles
         ]
-        warmth = self.spec.family.temperature
-        factors = None if warmth is None else query_factors(warmth, positions)
+        warmth, layers = self.spec.family.temperature, range(len(self.layers))
+        factors = query_factors(warmth, positions, layers)
         beside = Beside(given)
         handed_on: list[list[Tensor]] = []
         after: list[Tensor] = []
@@ -172,11 +172,11 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             step = steps[self.rope_of[i]]
             if i < len(self.layers) - 1:
-                x, *more = layer(x, step, query_factors=factors, beside=beside)
+                x, *more = layer(x, step, query_factors=factors[i], beside=beside)
             else:
                 step = dataclasses.replace(step, places=places)
                 wanted = logit_rows if self.last and places is None else None
-                x, *more = layer(x, step, places, wanted, factors, beside)
+                x, *more = layer(x, step, places, wanted, factors[i], beside)
             if layer.mixer is not None:
                 after.append(more.pop())
             if layer.caches:

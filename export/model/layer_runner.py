@@ -114,6 +114,7 @@ class LayerRunner:
                 tensor = checkpoint.weight(prefix + name)
             self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
         self._temperature = spec.family.temperature
+        self._places = (layer,)
         self._rope = rotator(spec, checkpoint.device)
         self._rope_of = spec.rope_of[layer] if spec.ropes else 0
 
@@ -160,17 +161,12 @@ class LayerRunner:
             angles = self._rope(positions, hidden.dtype)
             rotation = Rotation(*angles[self._rope_of])
         rotation = rotation._replace(**first_states(hidden, self._numbers))
-        factors = self._query_factors(positions)
+        (factors,) = query_factors(self._temperature, positions, self._places)
         given = hidden, rotation, None, rows, factors, beside
         after, *more = self._layer(*given)
         if self._layer.attend is None:
             return Captured(after, *[hidden.new_zeros(len(hidden), 0, 0)] * 4)
         return Captured(after, *more[0])
-
-    def _query_factors(self, positions: Tensor) -> Tensor | None:
-        if self._temperature is None:
-            return None
-        return query_factors(self._temperature, positions)
 
 
 class FirstStates(TypedDict):

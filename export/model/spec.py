@@ -19,7 +19,7 @@ from kvlathe.export.families import (
     Family,
     as_known,
 )
-from kvlathe.export.families.unknown import INDEXER, why_unknown
+from kvlathe.export.families.unknown import why_unknown
 from kvlathe.export.model.packed import has_mxfp4
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.export.model.scaled_config import beside
@@ -38,8 +38,8 @@ Settings = dict[str, Any]
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models with a head that writes text."""
 KINDS = {"full_attention", "sliding_attention"}
-INDEXED_KINDS = {"indexed_attention", "minimax_m3_sparse"}
-"""Kinds of layers with an indexer, which are full attention up to ``dense_tokens``."""
+DENSE_KINDS = {"indexed_attention", "minimax_m3_sparse", "chunked_attention"}
+"""Kinds of layers that are full attention up to ``dense_tokens``."""
 MIXING_KINDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 """Kinds of layers that families with a mixer have beside them."""
 QUERIES = frozenset(("q", "qkv", "q_out_gate"))
@@ -441,11 +441,11 @@ def _served(max_positions: int, asked: int | None) -> int:
 
 
 def _check_dense(served: int, family: Family) -> None:
-    """Raises KvlatheError for sequences in which an indexer would choose."""
+    """Raises KvlatheError for sequences in which queries would not see all tokens."""
     if family.dense_tokens and served > family.dense_tokens:
         raise KvlatheError(
             f"sequences of {served:,} tokens cannot be served",
-            INDEXER,
+            family.beyond,
             f"build with --max-seq-len {family.dense_tokens}: up to there every query "
             "sees all tokens",
         )
@@ -499,7 +499,7 @@ def _check_sizes(
             f"choose a model with one of {', '.join(ACTIVATIONS)}",
         )
     known = KINDS | (MIXING_KINDS if family.mixer else set())
-    unknown = types - (known | INDEXED_KINDS if family.dense_tokens else known)
+    unknown = types - (known | DENSE_KINDS if family.dense_tokens else known)
     if unknown:
         raise KvlatheError(
             f"some layers are of the type {', '.join(sorted(unknown))}",

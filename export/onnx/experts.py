@@ -70,7 +70,8 @@ def experts_function(
     numbers = body.op("Unique", body.reshape("experts", -1))
     many = body.op("Squeeze", body.op("Shape", numbers))
     start = body.op("ConstantOfShape", body.op("Shape", "x"), value=ZERO)
-    each = _each(numbers, names, _formula(names, routing, activation, opset))
+    formula = _formula(names, routing, activation, opset)
+    each = _each(numbers, names, formula, routing.before)
     body.output("y", body.op("Loop", many, "", start, body=each))
     return helper.make_function(
         DOMAIN,
@@ -82,8 +83,9 @@ def experts_function(
     )
 
 
-def _each(numbers: str, names: Names, formula: GraphProto) -> GraphProto:
-    """One turn of the loop: what one of the experts ``numbers`` adds to the sum."""
+def _each(numbers: str, names: Names, formula: GraphProto, before: bool) -> GraphProto:
+    """One turn of the loop: what one of the experts ``numbers`` adds to the sum. Weights
+    multiply what it reads (``before``), or what it gives."""
     body = Body()
     expert = body.op("Gather", numbers, "turn", axis=0)
     counts = body.op("Cast", body.op("Equal", "experts", expert), to=FLOAT)  # [T, C]
@@ -92,11 +94,15 @@ def _each(numbers: str, names: Names, formula: GraphProto) -> GraphProto:
     passes = body.op("ReduceMax", counts, last, keepdims=0)  # [T]
     rows = body.op("Squeeze", body.op("NonZero", passes), body.const([0]))  # [R]
     parts = [body.op("Gather", name, expert, axis=0) for name in names]
-    ends = [value.name for value in formula.input]
-    known = dict(zip(ends, [body.op("Gather", "x", rows, axis=0), *parts], strict=True))
-    body.nodes += _renamed(formula, known)
     share = body.unsqueeze(body.op("Gather", shares, rows, axis=0), -1)  # [R, 1]
-    out = body.op("Mul", f"{FORMULA}{formula.output[0].name}", share)
+    own = body.op("Gather", "x", rows, axis=0)
+    if before:
+        own = body.op("Mul", own, share)
+    ends = [value.name for value in formula.input]
+    body.nodes += _renamed(formula, dict(zip(ends, [own, *parts], strict=True)))
+    out = f"{FORMULA}{formula.output[0].name}"
+    if not before:
+        out = body.op("Mul", out, share)
     body.op("ScatterND", "sum", body.unsqueeze(rows, -1), out, reduction="add")
     body.output("next_sum", body.nodes[-1].output[0])
     body.output("go_on", body.op("Identity", "condition"))

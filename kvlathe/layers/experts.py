@@ -66,8 +66,11 @@ def run_experts(
     shares = _shares(values, places, weights).to(x.dtype)  # [T, E]
     by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
-    inner = _inner(every, weights, routing, activation)
-    out = ((inner * by_expert) @ weights.down).sum(0)
+    if routing.before:
+        inner = _inner(every * by_expert, weights, routing, activation)
+    else:
+        inner = _inner(every, weights, routing, activation) * by_expert
+    out = (inner @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 
 

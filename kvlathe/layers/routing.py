@@ -39,6 +39,8 @@ class Routing:
     kept_groups: int = 1
     group_best: int = 2
     jitter: float = 0.0
+    before: bool = False
+    """Weights multiply what experts read, not what they give (Llama 4)."""
 
 
 def choose(

@@ -78,7 +78,8 @@ class Wiring:
         if fields.get("routing"):
             fields["routing"] = Routing(**fields["routing"])
         if given := fields.get("temperature"):
-            fields["temperature"] = Temperature(**given)
+            own = {"layers": tuple(given.get("layers", ()))}
+            fields["temperature"] = Temperature(**given | own)
         if given := fields.get("latent"):
             fields["latent"] = LatentForm(**given)
         if given := fields.get("mixing"):

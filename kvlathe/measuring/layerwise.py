@@ -114,10 +114,9 @@ class LayerPair:
 
     def _after(self, hidden: Tensor, running: Running, side: int) -> Tensor:
         """[T, D] of tokens from place ``start`` on, after the layer."""
-        factors, start, beside = None, running.start, running.beside[side]
-        if self._temperature is not None:
-            places = torch.arange(start, start + len(hidden), device=hidden.device)
-            factors = query_factors(self._temperature, places)
+        start, beside = running.start, running.beside[side]
+        places = torch.arange(start, start + len(hidden), device=hidden.device)
+        (factors,) = query_factors(self._temperature, places, (self.layer,))
         step = self._step(hidden, start, side)
         layer = self._layers[side]
         return layer(hidden, step, query_factors=factors, beside=beside)[0]

@@ -50,6 +50,13 @@ KINDS: dict[str, tuple[str, Routing, int, set[str]]] = {
     "a plain MLP": ("relu2", Routing(3, True), 9, set()),
     "one expert": ("relu", Routing(1, False), 4, {GATED}),
     "bounded": ("silu", Routing(3, True, 1.7, 0.6), 9, {GATED, BIASED}),
+    "bounded after its activation": ("silu", Routing(3, True, limit=0.4), 9, {GATED}),
+    "weighed before": (
+        "silu",
+        Routing(2, False, scores="sigmoid", before=True),
+        6,
+        {GATED},
+    ),
     "corrected": (
         "silu",
         Routing(3, True, scores="sigmoid"),
@@ -127,8 +134,8 @@ def expected(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
     activation, routing, _, _ = KINDS[kind]
     shares, experts = choose_experts(x, weights, routing)
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (own, places) in enumerate(zip(shares, experts, strict=True)):
-        for share, place in zip(own.tolist(), places.tolist(), strict=True):
+    for token, (each, places) in enumerate(zip(shares, experts, strict=True)):
+        for share, place in zip(each.tolist(), places.tolist(), strict=True):
             parts = {
                 name: part[place].double()
                 for name in PARTS
@@ -136,7 +143,9 @@ def expected(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
             }
             one = ExpertWeights(router=weights.router, **parts)
             row = x[token : token + 1].double()
-            out[token] += share * run_expert(row, one, routing, activation)[0].cpu()
+            read, given = (share, 1.0) if routing.before else (1.0, share)
+            (own,) = run_expert(read * row, one, routing, activation)
+            out[token] += given * own.cpu()
     return out
 
 
@@ -185,7 +194,9 @@ def codes_of(shape: torch.Size, group: int, zeros: bool, seed: int) -> CodedWeig
 @pytest.mark.parametrize(
     ("group", "zeros"), [(0, False), (32, True), (64, False), (128, True)]
 )
-@pytest.mark.parametrize("kind", ["softmax", "a plain MLP", "bounded"])
+@pytest.mark.parametrize(
+    "kind", ["softmax", "a plain MLP", "bounded", "weighed before"]
+)
 def test_codes_of_experts_are_the_numbers_that_they_stand_for(
     kind: str, group: int, zeros: bool, tile: Tile, device: str
 ) -> None:

@@ -334,15 +334,22 @@ def test_a_type_of_another_name_is_read_as_transformers_reads_it(
     assert Checkpoint(tmp_path / "k2").spec == Checkpoint(folder).spec
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_models_with_indexers_are_refused_where_those_would_choose(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "setting", "said"),
+    [
+        ("deepseek_v32", "index_topk", "an indexer chooses"),
+        ("glm_moe_dsa", "index_topk", "an indexer chooses"),
+        ("llama4", "attention_chunk_size", "begins anew"),
+    ],
+)
+def test_models_are_refused_where_queries_would_not_see_all_tokens(
+    name: str, setting: str, said: str, tmp_path: Path
 ) -> None:
     kind, settings = FAMILIES[name]
-    model = make_model(tmp_path, kind, settings | {"index_topk": 64})
+    model = make_model(tmp_path, kind, settings | {setting: 64})
     with pytest.raises(KvlatheError, match="--max-seq-len 64"):
         Checkpoint(tmp_path)
-    with pytest.raises(KvlatheError, match="an indexer chooses"):
+    with pytest.raises(KvlatheError, match=said):
         Checkpoint(tmp_path, 65)
     checkpoint = Checkpoint(tmp_path, 64)
     ids = some_ids(checkpoint, 65)

@@ -164,4 +164,16 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
         | {"moe_layer_interval": 2},
     ),
+    "llama4": (
+        "Llama4Text",
+        sizes(64, 4, 2, 32, num_hidden_layers=4, num_local_experts=5)
+        | {"num_experts_per_tok": 2, "intermediate_size_mlp": 56, "moe_layers": [1, 3]}
+        | {"no_rope_layer_interval": 2, "attention_chunk_size": 512}
+        | {"floor_scale": 20, "attn_scale": 0.4},
+    ),
+    "llama4-plain": (
+        "Llama4Text",
+        sizes(64, 4, 2, 16, num_local_experts=4, use_qk_norm=False)
+        | {"attn_temperature_tuning": False, "no_rope_layer_interval": 2},
+    ),
 }

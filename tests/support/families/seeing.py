@@ -104,6 +104,12 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm3",
         sizes(WIDTH, 4, 2, 32, layer_types=["conv", "full_attention"]) | PHI,
     ),
+    "Llama4": (
+        "llama4_text",
+        PLAIN
+        | {"num_local_experts": 4, "intermediate_size_mlp": 56, "moe_layers": [1]}
+        | {"head_dim": 32, "no_rope_layer_interval": 2, "attention_chunk_size": 512},
+    ),
     "MiniCPMOcr": ("qwen3_5_text", OF_DELTAS),
     "MiniCPMV4_6": ("qwen3_5_text", OF_DELTAS),
     "MiniCPMV4_7": ("qwen3_5_text", OF_DELTAS),

@@ -165,8 +165,8 @@ class TorchDecoder:
         tokens leave the last of them: [R, D]. ``memories``: where layers keep states.
         ``inputs``: as of `inputs`."""
         angles = self._angles(positions, x.dtype)
-        warmth = self.wiring.temperature
-        factors = None if warmth is None else query_factors(warmth, positions)
+        every = range(len(self.layers))
+        factors = query_factors(self.wiring.temperature, positions, every)
         ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i in layers:
             leave = rows if i == layers[-1] else None
@@ -177,7 +177,7 @@ class TorchDecoder:
             if memories is not None and self.wiring.mixing and i in self._firsts:
                 memory = memories(self._firsts[i], self.wiring.mixing)
             own = None if inputs is None else inputs[:, i]
-            given = rope, leave, factors, memory, own
+            given = rope, leave, factors[i], memory, own
             x = self.layers[i](x, partial(attend, i), *given)
         return x
 

@@ -110,12 +110,15 @@ def activated(x: Tensor, ACTIVATION: constexpr) -> Tensor:
 
 @jit
 def combined(gate: Tensor, up: Tensor, alpha: float, limit: float, ACTIVATION: constexpr,
-             IS_GATED: constexpr, IS_BOUNDED: constexpr) -> Tensor:
-    """As ``_gated`` in kvlathe/layers/experts.py, or a plain MLP's activation of up."""
+             IS_GATED: constexpr, IS_BOUNDED: constexpr, HAS_ALPHA: constexpr) -> Tensor:
+    """As ``_inner`` in kvlathe/layers/experts.py, or a plain MLP's activation of up."""
     if IS_BOUNDED:
-        gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        found = gate * tl.sigmoid(alpha * gate) * (up + 1)
+        if HAS_ALPHA:
+            gate = tl.minimum(gate, limit)
+            found = gate * tl.sigmoid(alpha * gate) * (up + 1)
+        else:
+            found = tl.minimum(activated(gate, ACTIVATION), limit) * up
     elif IS_GATED:
         found = activated(gate, ACTIVATION) * up
     else:
@@ -196,12 +199,14 @@ def finished(total: Tensor, scales: Tensor, bias: Tensor, n: Tensor, N: constexp
 @jit
 def inner(x: Tensor, gate: Tensor, gate_scales: Tensor, gate_zeros: Tensor, gate_bias: Tensor,
           up: Tensor, up_scales: Tensor, up_zeros: Tensor, up_bias: Tensor, out: Tensor,
-          rows: Tensor, owners: Tensor, alpha: float, limit: float, C: constexpr, K: constexpr,
-          WIDE: constexpr, N: constexpr, BITS: constexpr, GROUP: constexpr, HAS_ZEROS: constexpr,
-          IS_GATED: constexpr, IS_BIASED: constexpr, ACTIVATION: constexpr,
-          IS_BOUNDED: constexpr, M: constexpr, NS: constexpr, KS: constexpr) -> None:
+          shares: Tensor, rows: Tensor, owners: Tensor, alpha: float, limit: float, C: constexpr,
+          K: constexpr, WIDE: constexpr, N: constexpr, BITS: constexpr, GROUP: constexpr,
+          HAS_ZEROS: constexpr, IS_GATED: constexpr, IS_BIASED: constexpr, ACTIVATION: constexpr,
+          IS_BOUNDED: constexpr, HAS_ALPHA: constexpr, IS_SHARED: constexpr, M: constexpr,
+          NS: constexpr, KS: constexpr) -> None:
     """x [T, D], maps gate and up, biases [E, I] -> what the second product reads, out
-    [B * M, I]: of one tile, NS columns. A map has weights [E, WIDE, I], scales [E, WIDE /
+    [B * M, I]: of one tile, NS columns. Where ``IS_SHARED``, rows of x are times their
+    pair's share, of ``shares`` [P]. A map has weights [E, WIDE, I], scales [E, WIDE /
     GROUP, I] and zeros alike; ``WIDE``: K with what fills it up."""
     tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
     owner = tl.load(owners + tile).to(tl.int64)
@@ -226,10 +231,14 @@ def inner(x: Tensor, gate: Tensor, gate_scales: Tensor, gate_zeros: Tensor, gate
         if IS_GATED:
             gates = added(gates, some, more, gate + own, gate_scales + many, gate_zeros + many,
                           first, n, WIDE, N, BITS, GROUP, HAS_ZEROS, KS, NS)
+    if IS_SHARED:
+        share = tl.load(shares + pair, mask=real, other=0.0)[:, None]
+        ups *= share
+        gates *= share
     ups = finished(ups, up_scales + many, up_bias + owner * N, n, N, BITS, IS_BIASED)
     if IS_GATED:
         gates = finished(gates, gate_scales + many, gate_bias + owner * N, n, N, BITS, IS_BIASED)
-    found = combined(gates, ups, alpha, limit, ACTIVATION, IS_GATED, IS_BOUNDED)
+    found = combined(gates, ups, alpha, limit, ACTIVATION, IS_GATED, IS_BOUNDED, HAS_ALPHA)
     to = out + at[:, None].to(tl.int64) * N + n[None, :]
     tl.store(to, found, mask=(n < N)[None, :])
 
@@ -238,9 +247,10 @@ def inner(x: Tensor, gate: Tensor, gate_scales: Tensor, gate_zeros: Tensor, gate
 def outer(inputs: Tensor, down: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor,
           shares: Tensor, out: Tensor, rows: Tensor, owners: Tensor, K: constexpr,
           WIDE: constexpr, N: constexpr, BITS: constexpr, GROUP: constexpr, HAS_ZEROS: constexpr,
-          IS_BIASED: constexpr, M: constexpr, NS: constexpr, KS: constexpr) -> None:
+          IS_BIASED: constexpr, IS_SHARED: constexpr, M: constexpr, NS: constexpr,
+          KS: constexpr) -> None:
     """inputs [B * M, I], the map down to [D], bias [E, D], shares [P] -> out [P, D]: of each
-    pair what its expert gives, times its share."""
+    pair what its expert gives, times its share where ``IS_SHARED``."""
     tile, columns = tl.program_id(0) // tl.cdiv(N, NS), tl.program_id(0) % tl.cdiv(N, NS)
     owner = tl.load(owners + tile).to(tl.int64)
     if owner < 0:
@@ -261,7 +271,8 @@ def outer(inputs: Tensor, down: Tensor, scales: Tensor, zeros: Tensor, bias: Ten
         found = added(found, some, more, down + own, scales + many, zeros + many, first, n, WIDE,
                       N, BITS, GROUP, HAS_ZEROS, KS, NS)
     found = finished(found, scales + many, bias + owner * N, n, N, BITS, IS_BIASED)
-    found *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
+    if IS_SHARED:
+        found *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
     to = out + pair[:, None].to(tl.int64) * N + n[None, :]
     tl.store(to, found, mask=real[:, None] & (n < N)[None, :])
 # fmt: on

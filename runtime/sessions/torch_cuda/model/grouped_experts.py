@@ -95,7 +95,7 @@ def experts_map(
     Raises KvlatheError where their weights are codes, which those kernels alone read."""
     dtype = tensors["router"].dtype
     try:
-        reason = _refusal(dtype, routing)
+        reason = _refusal(dtype)
         if not reason:
             grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
             grouped.try_out()
@@ -113,10 +113,8 @@ def experts_map(
     return partial(run_experts, weights=weights, routing=routing, activation=activation)
 
 
-def _refusal(dtype: torch.dtype, routing: Routing) -> str:
+def _refusal(dtype: torch.dtype) -> str:
     """The reason for which the kernels are not tried; empty where they are."""
-    if routing.limit and not routing.alpha:
-        return "what their activation gives is bounded"
     return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
@@ -152,7 +150,7 @@ class GroupedExperts:
         x = x.contiguous()
         shares, experts = self.chosen(x)
         rows, owners = self.grouped(experts, tile.rows)
-        inner = self._inner(x, rows, owners, tile)
+        inner = self._inner(x, shares, rows, owners, tile)
         return self._outer(inner, shares, rows, owners, tile).to(x.dtype)
 
     def try_out(self) -> None:
@@ -228,7 +226,9 @@ class GroupedExperts:
         )
         return rows, owners
 
-    def _inner(self, x: Tensor, rows: Tensor, owners: Tensor, tile: Tile) -> Tensor:
+    def _inner(
+        self, x: Tensor, shares: Tensor, rows: Tensor, owners: Tensor, tile: Tile
+    ) -> Tensor:
         """[B * tile, I], of rows that are none, too."""
         own, how = self.weights, tile.inner
         out = x.new_empty(len(rows), self.columns)
@@ -238,6 +238,7 @@ class GroupedExperts:
             *_arguments(own.gate or own.up, own.gate_bias),
             *_arguments(own.up, own.up_bias),
             out,
+            shares,
             rows,
             owners,
             self.routing.alpha,
@@ -253,6 +254,8 @@ class GroupedExperts:
             own.up_bias is not None,
             self.activation,
             self.routing.limit > 0,
+            self.routing.alpha > 0,
+            self.routing.before,
             tile.rows,
             how.columns,
             own.up.step(how.inputs),
@@ -282,6 +285,7 @@ class GroupedExperts:
             down.group,
             down.zeros is not None,
             bias is not None,
+            not self.routing.before,
             tile.rows,
             how.columns,
             down.step(how.inputs),
