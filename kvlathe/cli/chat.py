@@ -11,6 +11,7 @@ import click
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.common import (
+    ADAPTER,
     CACHE_SIZE,
     COMPRESSION_OF_MODEL,
     DEVICE,
@@ -21,6 +22,7 @@ from kvlathe.cli.common import (
     PATH,
     SPECULATIVE,
     THREADS,
+    adapted,
     check_speculative,
     check_text,
     engine_to_run,
@@ -147,6 +149,7 @@ class Conversation:
     help="Of the probability: the likeliest tokens that have it are drawn from.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
+@ADAPTER
 @CACHE_SIZE
 @THREADS
 @DEVICE
@@ -163,6 +166,7 @@ def chat_command(
     temperature: float,
     top_p: float,
     seed: int | None,
+    adapter: str | None,
     cache_bytes: int | None,
     threads: int | None,
     device: str | None,
@@ -183,7 +187,8 @@ def chat_command(
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
-    engine = engine_to_run(engine, compression, device, gpu_memory_utilization)
+    share = gpu_memory_utilization
+    engine = engine_to_run(engine, compression, device, share, adapter is not None)
     params = SamplingParams(max_new_tokens, temperature, top_p=top_p, seed=seed)
     with LLM.load(
         engine,
@@ -191,13 +196,13 @@ def chat_command(
         threads,
         share_prefixes=None,
         device=device,
-        gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_utilization=share,
     ) as llm:
         if speculative is not None:
             llm.speculate(speculative, num_speculative_tokens)
         if chat_template is not None:
             llm.tokenizer.chat_template = read_template(chat_template)
-        conversation = Conversation(llm, params, system)
+        conversation = Conversation(llm, adapted(llm, params, adapter), system)
         if conversation.continues:
             unused = "; --system is not used" if system is not None else ""
             click.echo(f"{CONTINUES}{unused}", err=True)

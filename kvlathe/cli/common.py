@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import math
@@ -28,7 +29,11 @@ Result = dict[str, Any]
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-if TYPE_CHECKING:  # only newer versions of click have the generic class
+if TYPE_CHECKING:
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    # Only newer versions of click have the generic class.
     SizeParam = click.ParamType[int]
 else:
     SizeParam = click.ParamType
@@ -98,6 +103,13 @@ LORA = click.option(
     metavar="DIR[=WEIGHT]",
     help="LoRA adapter (a PEFT folder) to merge into the weights, times WEIGHT. May be "
     "given several times: they add up.",
+)
+ADAPTER = click.option(
+    "--lora",
+    "adapter",
+    metavar="DIR[=WEIGHT]",
+    help="LoRA adapter (a PEFT folder) that answers have, times WEIGHT. The engine takes "
+    "any if it was built with --enable-lora (docs/adapters.md).",
 )
 DRAIN_SECONDS = click.option(
     "--drain-seconds",
@@ -179,6 +191,14 @@ NUM_SPECULATIVE_TOKENS = click.option(
     show_default=True,
     help="Tokens that are guessed at once, at most.",
 )
+
+
+def adapted(llm: LLM, params: SamplingParams, adapter: str | None) -> SamplingParams:
+    """The parameters of answers that have the ``adapter``, which is loaded."""
+    if adapter is None:
+        return params
+    llm.load_adapter(adapter, adapter)
+    return dataclasses.replace(params, adapter=adapter)
 
 
 def engine_to_run(

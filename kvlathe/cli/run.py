@@ -12,6 +12,7 @@ import click
 
 from kvlathe.base import console
 from kvlathe.cli.common import (
+    ADAPTER,
     COMPRESSION_OF_MODEL,
     DEVICE,
     ENGINE,
@@ -23,6 +24,7 @@ from kvlathe.cli.common import (
     TENSOR_PARALLEL,
     THREADS,
     Result,
+    adapted,
     check_speculative,
     check_text,
     engine_to_run,
@@ -99,6 +101,7 @@ def show_answer(result: Result) -> None:
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
+@ADAPTER
 @THREADS
 @DEVICE
 @GPU_MEMORY
@@ -112,6 +115,7 @@ def generate_command(
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
+    adapter: str | None,
     threads: int | None,
     device: str | None,
     gpu_memory_utilization: float,
@@ -131,12 +135,12 @@ def generate_command(
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
-    params = SamplingParams(**sampling)
+    share = gpu_memory_utilization
     llm = LLM.load(
-        engine_to_run(engine, compression, device, gpu_memory_utilization),
+        engine_to_run(engine, compression, device, share, adapter is not None),
         threads=threads,
         device=device,
-        gpu_memory_utilization=gpu_memory_utilization,
+        gpu_memory_utilization=share,
         tensor_parallel_size=tensor_parallel_size,
     )
     if speculative is not None:
@@ -145,6 +149,7 @@ def generate_command(
     if chat:
         framed = llm.tokenizer.chat_prompt([{"role": "user", "content": text}])
         tokens = llm.tokenizer.encode(framed, add_special_tokens=False)
+    params = adapted(llm, SamplingParams(**sampling), adapter)
     silent = click.get_current_context().params["as_json"]
     answer = say(llm.stream(tokens, params), silent)
     speed = {"decode_tokens_per_second": answer.timings.decode_tokens_per_second}

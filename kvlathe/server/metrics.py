@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -193,6 +193,7 @@ class State(Collector):
             yield self._family(GaugeMetricFamily(name, said, labels=LABELS), value)
         for name, said, value in self._counters():
             yield self._family(CounterMetricFamily(name, said, labels=LABELS), value)
+        yield from self._adapters()
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: float
@@ -232,6 +233,22 @@ class State(Collector):
         if stores is not None and stores.disk is not None:
             said = "Bytes of evicted prefixes on disk."
             yield "kvlathe_disk_cache_bytes", said, stores.disk.bytes
+
+    def _adapters(self) -> Iterator[Metric]:
+        """The LoRA adapters of requests, as vLLM says them: routers read from it where
+        an adapter is at home. Its value is the time."""
+        llm = self._engine.llm
+        if not (loaded := llm.adapters.loaded):
+            return
+        scheduler = llm.engine.scheduler
+        running = names_of(scheduler.running)
+        waiting = names_of(scheduler.waiting)
+        said = "LoRA adapters of the sequences that run and that wait."
+        labels = [*LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        family = GaugeMetricFamily("kvlathe_lora_requests_info", said, labels=labels)
+        values = [self._model, str(len(loaded)), running, waiting]
+        family.add_metric(values, time.time())
+        yield family
 
     @property
     def _stores(self) -> BlockStores | None:
@@ -284,3 +301,9 @@ class State(Collector):
             yield "kvlathe_disk_cache_hits", said, stores.disk_hits * prefixes.block
             said = "Files of evicted prefixes that could not be written or read."
             yield "kvlathe_disk_cache_failures", said, stores.disk.failures
+
+
+def names_of(sequences: Iterable[Sequence]) -> str:
+    """The names of their adapters, between commas."""
+    found = {one.params.adapter for one in list(sequences)}
+    return ",".join(sorted(name for name in found if name))

@@ -88,16 +88,17 @@ class Spans:
         if origin is None or provider is None:
             yield None
             return
+        model = job.params.adapter or self._model
         operation = "chat" if job.kind.object.startswith("chat") else "text_completion"
         tracer = trace.get_tracer(PROVIDER, __version__, provider)
         span = tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {model}",
             origin.context,
             SpanKind.INTERNAL,
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": PROVIDER,
-                "gen_ai.request.model": self._model,
+                "gen_ai.request.model": model,
             },
             start_time=origin.came,
         )
@@ -105,7 +106,7 @@ class Spans:
             span.end()
             yield None
             return
-        recorder = Recorder(span, tracer, job, self._model)
+        recorder = Recorder(span, tracer, job, model)
         try:
             yield recorder
         except ApiError as failure:

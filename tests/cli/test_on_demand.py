@@ -11,6 +11,8 @@ import pytest
 
 from kvlathe.cli.main import run
 from kvlathe.engines import cache, on_demand
+from kvlathe.runtime.llm import LLM
+from tests.support.adapter_cases import made_case
 
 ASKED = ["--prompt", "t1 t2 t3", "--max-new-tokens", "4", "--json"]
 
@@ -74,3 +76,18 @@ def test_the_default_plan_keeps_kl_below_a_half_percent() -> None:
     accuracy = plan["accuracy"]
     assert isinstance(accuracy, float)
     assert -math.log(accuracy) == pytest.approx(0.005, rel=0.01)
+
+
+def test_answers_have_the_adapter_that_is_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = made_case("llama")
+    red = f"{folder / 'red'}=0.5"
+    assert run(["generate", str(folder / "engine"), "--lora", red, *ASKED]) == 0
+    with LLM.load(folder / "engine", threads=1, device="cpu") as llm:
+        llm.load_adapter("red", red)
+        plain, own = (
+            llm.generate("t1 t2 t3", max_new_tokens=4, adapter=name)[0].token_ids
+            for name in (None, "red")
+        )
+    assert json.loads(capfd.readouterr().out)["token_ids"] == own != plain

@@ -24,6 +24,7 @@ from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.sleeping import SleepMode
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.made_once import made_once
+from tests.support.preemption import preempt_all
 from tests.support.prefix_cases import prefixes
 from tests.support.runtime_cases import built_folder, llm, text
 
@@ -109,6 +110,34 @@ def test_kept_answers_go_on_after_waking_as_if_nothing_had_been(kind: str) -> No
         for one in (request, later):
             assert one.done.wait(60)
             assert one.sequences[0].answer == alone.token_ids
+
+
+@pytest.mark.parametrize("recomputes", [True, False], ids=["computed again", "moved"])
+def test_kept_answers_draw_the_tokens_that_they_would_have_drawn(
+    recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their random numbers, their penalties and their places in the batch, wherever in
+    an answer the engine falls asleep, however often, and whatever becomes of pages."""
+    seeded = partial(SamplingParams, max_new_tokens=30, ignore_eos=True)
+    asked = [
+        (PROMPT[:90], seeded()),
+        (PROMPT[9:74], seeded(temperature=1.5, seed=7, repetition_penalty=1.2)),
+        (PROMPT[50:250], seeded(temperature=0.8, seed=8, presence_penalty=0.5)),
+    ]
+    with loaded() as engine:
+        preempt_all(engine.engine.scheduler, recomputes, monkeypatch)
+        alone = [engine.generate([text], own)[0].token_ids for text, own in asked]
+        inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        sequences = [engine.sequence(list(text), own) for text, own in asked]
+        request = engine.thread.submit(sequences, inbox.put)
+        for deltas in (1, 4, 20):
+            for _ in range(deltas):
+                inbox.get(timeout=60)
+            engine.sleep("keep")
+            assert not request.done.is_set()
+            engine.wake_up()
+        assert request.done.wait(60)
+        assert [one.answer for one in sequences] == alone
 
 
 def test_answers_that_sleep_ends_say_so_and_what_comes_meanwhile_waits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.server.app import MAX_BODY
 from kvlathe.server.run import Settings, load, named_adapter
 from tests.support.adapter_cases import made_case
-from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving
+from tests.support.serving_cases import KEY, MODEL_NAME, Served, post, serving, until
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 ASKED: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -41,6 +42,24 @@ def asked(served: Served, path: str, **body: str) -> httpx.Response:
 def models(served: Served) -> dict[str, str | None]:
     said = httpx.get(f"{served.url}/v1/models", headers=HEADERS).json()["data"]
     return {one["id"]: one["parent"] for one in said}
+
+
+def test_metrics_name_the_adapters_of_requests(served: Served) -> None:
+    """An engine that sleeps runs none of them, so that the test can look."""
+    served.llm.sleep()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, served, **ASKED, model="red", prompt=[5])
+        until(lambda: served.engine.waiting == 1)
+        said = httpx.get(f"{served.url}/metrics").text
+        served.llm.wake_up()
+        assert answer.result().status_code == 200
+    [line] = re.findall(r"^kvlathe_lora_requests_info{(.*)} ", said, re.MULTILINE)
+    assert dict(re.findall(r'(\w+)="([^"]*)"', line)) == {
+        "model_name": MODEL_NAME,
+        "max_lora": "1",
+        "running_lora_adapters": "",
+        "waiting_lora_adapters": "red",
+    }
 
 
 def test_the_model_of_a_request_chooses_the_adapter(

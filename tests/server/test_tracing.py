@@ -14,7 +14,9 @@ import httpx2 as httpx
 import pytest
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.llm import LLM
 from kvlathe.server.tracing import Spans, exporting
+from tests.support.adapter_cases import made_case
 from tests.support.runtime_cases import llm
 from tests.support.serving_cases import MODEL_NAME, Served, serving, with_template
 
@@ -157,6 +159,20 @@ def test_attributes_are_those_of_the_semantic_conventions(traced: Served) -> Non
     assert [said(part)["kvlathe.choice"] for part in parts] == [0, 0, 0, 1, 1, 1]
     read = [said(part)["kvlathe.tokens"] for part in parts if part.name == "prompt"]
     assert read == [10, 10]
+
+
+def test_spans_name_the_adapter_of_a_request() -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(EXPORTED))
+    folder = made_case("llama")
+    engine = LLM.load(folder / "engine", threads=1, device="cpu")
+    engine.load_adapter(f"{MODEL_NAME}-red", folder / "red")
+    with serving(engine, tracer_provider=provider) as found:
+        ask(found, "/v1/completions", model=f"{MODEL_NAME}-red", prompt=[5, 6])
+        span = of_model(spans())
+    assert span.name == f"text_completion {MODEL_NAME}-red"
+    for name in ("gen_ai.request.model", "gen_ai.response.model"):
+        assert said(span)[name] == f"{MODEL_NAME}-red"
 
 
 def test_requests_that_fail_say_so(traced: Served) -> None:
