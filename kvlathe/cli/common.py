@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
     # Only newer versions of click have the generic class.
-    SizeParam = click.ParamType[int]
+    SizeParam = click.ParamType[int, object]
 else:
     SizeParam = click.ParamType
 
