@@ -165,7 +165,7 @@ def _is_measured(kept: Manifest, config: BuildConfig) -> bool:
     """Whether a cached engine was measured as a config wants it: one that asks for more
     time than that took gets another measurement, where there is more to read."""
     if kept.measured is None:
-        return not config.measure
+        return config.mtp or not config.measure
     most = config.measure_seconds or 0.0
     return not kept.measured.left_out or kept.measured.seconds >= most
 
@@ -381,6 +381,7 @@ def _describe(
         model_digest=job.checkpoint.digest,
         command=config.command,
         created=_now(),
+        reads_hidden=config.mtp,
         made_from=made_from,
         measured=lost,
     )

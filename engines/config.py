@@ -45,7 +45,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     ),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(
-        ("centre", "overwrite", "use_cache", "measure", "enable_lora"),
+        ("centre", "overwrite", "use_cache", "measure", "enable_lora", "mtp"),
         ((bool,), "truth value"),
     ),
     **dict.fromkeys(
@@ -91,6 +91,7 @@ class BuildConfig:
     or that of a GPTQ or AWQ checkpoint).
     ``lora``: adapters that are merged in, each ``DIR`` or ``DIR=WEIGHT``.
     ``enable_lora``: whether the engine takes more of them while it runs.
+    ``mtp``: the engine is the checkpoint's layer that guesses tokens, and no whole model.
     ``workers``: threads. ``tensor_parallel_size``: GPUs that the plan must be dealt to;
     an engine is the same for any. ``device``: where the model is calibrated, measured
     and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one), in at most
@@ -137,6 +138,7 @@ class BuildConfig:
     use_cache: bool = True
     lora: tuple[str, ...] = ()
     enable_lora: bool = False
+    mtp: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -227,6 +229,7 @@ def check(config: BuildConfig) -> None:
             "give a checkpoint that the adapter was merged into",
         )
     _check_adapters(config)
+    _check_mtp(config)
     if config.tensor_parallel_size > 1 and config.backend != "cuda":
         raise _refused(
             f"--tensor-parallel-size {config.tensor_parallel_size}",
@@ -253,6 +256,26 @@ def _check_adapters(config: BuildConfig) -> None:
             "adapters are not cut for several GPUs",
             "use one GPU, or merge the adapter (--lora)",
         )
+
+
+def _check_mtp(config: BuildConfig) -> None:
+    """A layer that guesses is no model of texts: nothing can be measured on it."""
+    if not config.mtp:
+        return
+    able = [name for name, info in BACKENDS.items() if info.adapters]
+    if config.backend not in able:
+        raise _refused(
+            "--mtp",
+            f"{config.backend} has no rows that read hidden states",
+            f"build for {' or '.join(able)}",
+        )
+    for name in ("lora", "enable_lora", "max_kl"):
+        if getattr(config, name) not in ((), False, None):
+            raise _refused(
+                f"{flag_of(name)} with --mtp",
+                "a layer that guesses is no whole model",
+                "leave it out",
+            )
 
 
 def _check_weights(config: BuildConfig) -> None:

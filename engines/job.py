@@ -129,6 +129,7 @@ def prepare(order: Order) -> Job:
         config.workers,
         config.device,
         config.lora,
+        config.mtp,
     )
     _check_rope_fold(order, checkpoint.spec)
     _check_key_scales(order, checkpoint.spec)

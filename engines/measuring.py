@@ -44,12 +44,12 @@ HELD_OUT = "eval_text.jsonl"
 def measured(
     order: Order, checkpoint: Checkpoint, planned: Planned, spent: float
 ) -> Measurement | None:
-    """The losses of a plan; None where the order does not want them, or where memory does
-    not suffice. ``spent``: seconds
+    """The losses of a plan; None where the order does not want them, of a layer that
+    guesses, or where memory does not suffice. ``spent``: seconds
     of the build so far. Raises KvlatheError for a plan that loses more than the order
     allows, before anything is written."""
     config = order.config
-    if not config.measure:
+    if config.mtp or not config.measure:
         return None
     from kvlathe.export.methods.remedy import remedy
     from kvlathe.measuring.measure import measure

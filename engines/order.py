@@ -196,6 +196,13 @@ def _check_given(config: BuildConfig, compression: Compression) -> None:
                 "it removes nothing",
                 "name a compression",
             )
+    reads_texts = _calibrated_on(config, compression) or compression.measured
+    if config.mtp and (reads_texts or config.accuracy is not None):
+        raise KvlatheError(
+            f"--mtp cannot be used with --compression {compression}",
+            "it is fitted to texts, which a layer that guesses cannot read alone",
+            "leave --compression out, or choose codes that need no statistics",
+        )
     chooses_ranks = compression.choosing_ranks or compression.removes_nothing
     if config.centre and not chooses_ranks:
         raise KvlatheError(

@@ -64,8 +64,9 @@ def open_checkpoint(
     workers: int | None = None,
     device: str | None = None,
     lora: Sequence[str] = (),
+    mtp: bool = False,
 ) -> Checkpoint:
-    """``device`` and ``lora`` as in BuildConfig. Raises KvlatheError for everything that makes it
+    """``device``, ``lora`` and ``mtp`` as in BuildConfig. Raises KvlatheError for everything that makes it
     unusable, and where the libraries for it are missing."""
     require("checkpoints cannot be read here", "export", *READERS)
     import torch
@@ -76,7 +77,8 @@ def open_checkpoint(
     if workers:
         torch.set_num_threads(workers)
     adapters = [read_adapter(text) for text in lora]
-    return Checkpoint(folder_of(model), max_seq_len, choose_device(device), adapters)
+    given = max_seq_len, choose_device(device), adapters, mtp
+    return Checkpoint(folder_of(model), *given)
 
 
 def plan_for(order: Order, checkpoint: Checkpoint) -> Planned:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from kvlathe.base import devices
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.engine_folder import EngineFolder, open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.drafting.draft_model import DraftModel
+from kvlathe.runtime.drafting.guessing_layer import GuessingLayer
 from kvlathe.runtime.drafting.lookup import PromptLookup
 from kvlathe.runtime.loading import Wanted, load_session
 from kvlathe.runtime.scheduling.engine import Engine
@@ -48,15 +49,40 @@ def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
     check_speculation(engine.pool.plan)
     if name == NGRAM:
         return PromptLookup()
-    return DraftModel(draft_engine(Path(name), tokenizer, engine))
+    opened = open_engine(Path(name), deep=True)
+    guessing = draft_engine(opened, tokenizer, engine)
+    if not opened.manifest.reads_hidden:
+        return DraftModel(guessing)
+    _check_hidden(opened, guessing, engine)
+    return GuessingLayer(guessing)
 
 
-def draft_engine(folder: Path, tokenizer: Tokenizer, large: Engine) -> Engine:
+def _check_hidden(opened: EngineFolder, guessing: Engine, large: Engine) -> None:
+    """Raises KvlatheError where a layer that guesses cannot have what it reads."""
+    fact = f"{opened.path} cannot guess for this engine"
+    remedy = "build both from the same checkpoint, for the same backend"
+    models = opened.plan.model, large.pool.plan.model
+    own, theirs = (model.hidden_size for model in models)
+    if own != theirs:
+        reason = f"it reads hidden states of {own} numbers, and those have {theirs}"
+        raise KvlatheError(fact, reason, remedy)
+    able = large.session.capabilities
+    if "hidden_states" not in able:
+        reason = (
+            "that engine was built without hidden states, or runs where it has none"
+        )
+        raise KvlatheError(fact, reason, remedy)
+    if ("samples" in able) != ("samples" in guessing.session.capabilities):
+        reason = "one of them computes on a GPU, the other on the CPU"
+        raise KvlatheError(fact, reason, remedy)
+
+
+def draft_engine(opened: EngineFolder, tokenizer: Tokenizer, large: Engine) -> Engine:
     """An engine that guesses for the ``large`` one with ``tokenizer``: on a GPU where
     it was built for one. Its cache holds about as many tokens as the large one's. Raises
     KvlatheError where its tokens are others: models of one family may be padded to other
     sizes."""
-    opened = open_engine(folder, deep=True)
+    folder = opened.path
     check_speculation(opened.plan)
     same_words = Tokenizer(folder).backend.get_vocab() == tokenizer.backend.get_vocab()
     sizes = {one.model.vocab_size for one in (opened.plan, large.pool.plan)}

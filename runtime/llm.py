@@ -63,6 +63,7 @@ from kvlathe.runtime.settings import (
     check_counts,
     lowered,
     memory_share,
+    refuse_layer,
     refuse_shards,
     refuse_states,
 )
@@ -192,6 +193,7 @@ class LLM(ClosesAtExit):
         )
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
+        refuse_layer(opened)
         wanted_limits = Lower(max_batch_size, max_seq_len, max_num_tokens)
         limits = lowered(
             opened.manifest.limits, opened.plan.prefill_chunk, wanted_limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import EngineFolder
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, ShardPlan
 from kvlathe.runtime.text.sampling_params import is_number
@@ -101,4 +102,15 @@ def refuse_shards(plan: CompressionPlan) -> None:
             f"pages of {plan.num_shards} shards stay in their engine",
             "each shard has its part of every page",
             "run the engine on one GPU",
+        )
+
+
+def refuse_layer(opened: EngineFolder) -> None:
+    """Raises KvlatheError for a layer that guesses tokens, where a whole model is
+    meant."""
+    if opened.manifest.reads_hidden:
+        raise KvlatheError(
+            f"{opened.path} is no engine of a whole model",
+            "it is the layer with which one guesses tokens",
+            f"load the model's engine, with --speculative {opened.path}",
         )

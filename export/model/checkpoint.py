@@ -6,10 +6,10 @@ Safetensors and GGUF files are read: they hold numbers and nothing that could ru
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from kvlathe.base.adapters import Adapter
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.gguf.tensors import GgufTensors
-from kvlathe.export.model import latent, mixer_tensors, stacked
+from kvlathe.export.model import guessing, latent, mixer_tensors, stacked
 from kvlathe.export.model.coded_weights import MAPS
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
@@ -30,7 +30,7 @@ from kvlathe.export.model.packed import Header, Packing
 from kvlathe.export.model.quantize import Grid
 from kvlathe.export.model.scaled_config import BESIDE
 from kvlathe.export.model.shards import DOWNLOAD, weight_files
-from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
+from kvlathe.export.model.spec import DecoderSpec, read_config, spec_of
 from kvlathe.export.model.stored_codes import (
     CodedMap,
     StoredCodes,
@@ -74,18 +74,26 @@ class Checkpoint:
         max_seq_len: int | None = None,
         device: torch.device = CPU,
         adapters: Sequence[Adapter] = (),
+        guesses: bool = False,
     ) -> None:
+        """``guesses``: not the model but its layer that guesses tokens, as a model of its
+        own (export/model/guessing.py)."""
         self.path = Path(path)
         self.device = device
-        spec = read_spec(self.path, max_seq_len)
-        form = read_codes(read_config(self.path))
+        raw = read_config(self.path)
+        spec = spec_of(raw, max_seq_len)
+        form = read_codes(raw)
         self.codes = StoredCodes(form, self._header, self._stored)
         self.files = weight_files(self.path)
-        self._where = {
+        self._where: guessing.Files = {
             name: file
             for file in map(open_tensors, self.files)
             for name in file.keys()  # noqa: SIM118
         }
+        spec = replace(spec, gives_hidden=guessing.has_layer(spec, self._where))
+        if guesses:
+            own = spec_of(guessing.settings_of(raw), max_seq_len)
+            spec, self._where = guessing.alone(own, spec.layers, self._where)
         spec = stacked.corrected_as_stored(spec, self._where)
         spec = stacked_as_stored(spec, self._header)
         self.aliases = _aliases(spec, self._where)
@@ -334,7 +342,7 @@ class Checkpoint:
             own, shared = self._stored(stored[0]), self._stored(embed)
             if own.dtype == shared.dtype and torch.equal(own, shared):
                 return spec
-        untied = dataclasses.replace(spec, tied_head=False)
+        untied = replace(spec, tied_head=False)
         self.aliases = _aliases(untied, self._where)  # the head is one of its tensors
         return untied
 

@@ -28,7 +28,7 @@ from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.beside import Beside, layer_inputs
-from kvlathe.layers.decoder import logits
+from kvlathe.layers.decoder import joined, logits
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.temperature import query_factors
 from kvlathe.plan.plan import CompressionPlan
@@ -49,6 +49,7 @@ class Decoder(nn.Module):
     a weight is ``.codes``, ``.scales`` and ``.zeros`` (export/model/coded_weights.py).
     With ``stage`` only that stage of the plan: its layers under their own names,
     reading and giving hidden states where the model does not begin or end.
+    ``gives_hidden``: whether what the head reads is given, too.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Decoder(nn.Module):
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
         self._add_inputs(spec, dtype)
+        self._add_join(spec, dtype)
+        self.gives_hidden = False
         self.rope = Rotator(spec.planes) if spec.ropes else None
         self.rope_of = [spec.rope_of[layer] if spec.ropes else 0 for layer in layers]
         self.layers = nn.ModuleDict(
@@ -108,6 +111,16 @@ class Decoder(nn.Module):
         self.inputs_project = Linear(spec.hidden_size, every, False, dtype)
         self.inputs_norm = Norm("rms", of_layer, spec.family.norm_eps, dtype)
 
+    def _add_join(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """Add what a layer that guesses tokens reads with."""
+        self.guess_embed_norm = self.guess_hidden_norm = self.guess_join = None
+        if not spec.reads_hidden:
+            return
+        hidden, family = spec.hidden_size, spec.family
+        given = family.norm, hidden, family.norm_eps, dtype
+        self.guess_embed_norm, self.guess_hidden_norm = Norm(*given), Norm(*given)
+        self.guess_join = Linear(2 * hidden, hidden, False, dtype)
+
     def forward(
         self,
         source: Tensor,
@@ -121,6 +134,7 @@ class Decoder(nn.Module):
         observation_weights: Tensor | None = None,
         states: Tensor | None = None,
         places: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T],
         logit_rows [R] -> (logits [R, V] float32 or, before the last stage, hidden [T,
@@ -128,13 +142,18 @@ class Decoder(nn.Module):
         has an observation window, and states [B, numbers] after the step where layers
         keep some, given those before (None: of sequences without tokens).
         ``places`` [R]: of one sequence with nothing cached, the tokens that the last
-        layer computes; logit_rows are then among them.
+        layer computes; logit_rows are then among them. ``given`` [T, D]: hidden states
+        that enter beside the tokens, where the decoder reads some. Where it gives some,
+        they come last: [R, D], which the head reads.
         """
         steps = cu_seqlens_q, query_offsets, lengths, page_tables, pools
-        x, *more = self._passed(
-            source, positions, *steps, logit_rows, observation_weights, states, places
-        )
-        return (self._logits(x) if self.last else x), *more
+        inputs = observation_weights, states, places, given
+        x, *more = self._passed(source, positions, *steps, logit_rows, *inputs)
+        if not self.last:
+            return x, *more
+        assert self.norm is not None
+        hidden = self.norm(x)
+        return self._logits(hidden), *more, *([hidden] if self.gives_hidden else [])
 
     def _passed(
         self,
@@ -149,9 +168,10 @@ class Decoder(nn.Module):
         observation_weights: Tensor | None = None,
         states: Tensor | None = None,
         places: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """``forward``, but hidden states [R, D] in place of logits."""
-        x = self.embed(source) if self.first and self.embed is not None else source
+        """``forward``, but hidden states [R, D] before the last norm in place of logits."""
+        x = self._entering(source, hidden)
         given = self._inputs(source, x)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -187,6 +207,16 @@ class Decoder(nn.Module):
         found = [torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)]
         return x, *found, *([torch.cat(after, -1)] if after else [])
 
+    def _entering(self, source: Tensor, hidden: Tensor | None) -> Tensor:
+        """[T, D]: embeddings, in a layer that guesses joined with ``hidden`` [T, D]; past
+        the first stage ``source`` itself."""
+        x = self.embed(source) if self.first and self.embed is not None else source
+        if hidden is None or self.guess_join is None:
+            return x
+        assert self.guess_embed_norm is not None and self.guess_hidden_norm is not None
+        norms = self.guess_embed_norm, self.guess_hidden_norm
+        return joined(x, hidden, *norms, self.guess_join)
+
     def _states(
         self,
         sequences: tuple[Tensor, Tensor, Tensor],
@@ -217,13 +247,12 @@ class Decoder(nn.Module):
         )
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[R, D] -> [R, vocab]: logits of rows that the last layer gave."""
-        assert self.norm is not None
+        """[R, D] -> [R, vocab]: logits of rows behind the last norm."""
         head = self.head
         if head is None:
             assert self.embed is not None
             head = self.embed.product
-        return logits(x, self.norm, head, self.spec.family.logit_softcap).float()
+        return logits(x, head, self.spec.family.logit_softcap).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
@@ -249,6 +278,7 @@ class Decoder(nn.Module):
 
     def _hidden(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """[len(rows), D]: what the head reads."""
+        assert self.norm is not None
         count = len(input_ids)
         lengths = [[0] * len(self.plan.index.buckets)]
 
@@ -258,7 +288,7 @@ class Decoder(nn.Module):
         logit_rows, places = ints(rows), None
         if 0 < len(rows) < FEW * count and not self.plan.index.observes:
             places, logit_rows = logit_rows.long().unique(return_inverse=True)
-        return self._passed(
+        x = self._passed(
             ints(input_ids),
             ints(range(count)),
             ints([0, count]),
@@ -269,6 +299,7 @@ class Decoder(nn.Module):
             logit_rows,
             places=places,
         )[0]
+        return self.norm(x)
 
     @property
     def device(self) -> torch.device:

@@ -81,7 +81,9 @@ class DecoderSpec:
     positions; ``rope_of``: which of them each layer has. The dims of q and k are in
     Rope's canonical order everywhere (``order``). Where layers differ in their heads,
     ``head_dim`` is the most that any has (``heads``). Where heads share a
-    latent, ``head_dim`` is that of the one key that they read.
+    latent, ``head_dim`` is that of the one key that they read. ``reads_hidden``: it is a
+    layer that guesses tokens, whose rows take a hidden state beside their token;
+    ``gives_hidden``: the checkpoint has one, for which hidden states are given.
     """
 
     model_type: str
@@ -96,6 +98,8 @@ class DecoderSpec:
     ropes: tuple[Rope, ...]
     rope_of: tuple[int, ...]
     tied_head: bool
+    reads_hidden: bool = False
+    gives_hidden: bool = False
 
     @property
     def rope(self) -> Rope | None:
@@ -227,13 +231,17 @@ def read_spec(
     checkpoint_dir: Path | str, max_seq_len: int | None = None
 ) -> DecoderSpec:
     """The spec of a checkpoint folder, for sequences of up to ``max_seq_len`` tokens
-    (default: as long as the model's).
+    (default: as long as the model's). Raises as ``spec_of``."""
+    return spec_of(read_config(Path(checkpoint_dir)), max_seq_len)
+
+
+def spec_of(raw: Settings, max_seq_len: int | None = None) -> DecoderSpec:
+    """The spec that the fields of a config.json say.
 
     Raises KvlatheError for a missing or unreadable config.json, an unsupported family,
     and every setting that would change the result and is not supported (ALiBi,
     quantized weights, ...).
     """
-    raw = read_config(Path(checkpoint_dir))
     config = _parse(raw)
     _check_magnitudes(config)
     try:

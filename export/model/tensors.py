@@ -66,9 +66,12 @@ experts."""
 NORMS = (
     *("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm"),
     *("dense_norm", "experts_norm", "inputs_out_norm", "inputs_norm"),
+    *("guess_embed_norm", "guess_hidden_norm"),
 )
 LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
 """Roles around the layers of what each layer is given of tokens."""
+GUESSES = ("guess_embed_norm", "guess_hidden_norm", "guess_join")
+"""Roles before a layer that guesses tokens (export/families/guessing.py)."""
 QK_NORMS = ("q_norm", "k_norm")
 OF_QUERIES = ("q", "out_gate", "o")
 """Roles of maps that have a part for each query head."""
@@ -83,6 +86,7 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         "embed",
         "positions",
         *LAYER_INPUTS,
+        *GUESSES,
         *layers,
         "norm",
         *([] if spec.tied_head else ["head"]),
@@ -315,6 +319,7 @@ def _stored_shape(
         "gate_up": 2 * inner,
     }
     inputs = {"o": q, "down": inner, "inputs_out": spec.family.layer_inputs}
+    inputs["guess_join"] = 2 * hidden
     shape = inputs.get(role, hidden), outputs.get(role, hidden)
     return shape if spec.family.in_out else shape[::-1], shape[1:]
 
@@ -382,7 +387,7 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     if role == "positions":
         return stored[spec.family.position_offset :]
     if stored.ndim == 2 and (
-        role in ("head", "inputs_project")
+        role in ("head", "inputs_project", "guess_join")
         or (layer is not None and not spec.family.in_out)
     ):
         stored = stored.T

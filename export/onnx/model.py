@@ -42,7 +42,7 @@ from kvlathe.export.onnx.experts import NAME as EXPERTS
 from kvlathe.export.onnx.experts import experts_function, part_names
 from kvlathe.export.onnx.recur import recurrence_functions
 from kvlathe.plan.adapter_maps import AdapterMap, adapter_graph
-from kvlathe.plan.manifest import WEIGHTS_FILE
+from kvlathe.plan.manifest import GIVEN, LAST_HIDDEN, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
@@ -151,6 +151,7 @@ def trace(
     and types but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
         decoder = Decoder(spec, plan, dtype, stage, formats).eval()
+        decoder.gives_hidden = spec.gives_hidden
         arguments, dims = _example(decoder)
         program = torch.export.export(
             decoder, arguments, dynamic_shapes=dims, strict=False
@@ -189,19 +190,15 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
     }
     tables = [torch.zeros(sizes["B"], 13 + i, dtype=torch.int32) for i in buckets]
     t, b = {0: letters["T"]}, {0: letters["B"]}
+    hidden = torch.zeros(sizes["T"], decoder.spec.hidden_size, dtype=decoder.dtype)
     dims = (
         *(t, t, {0: letters["B+1"]}, {0: letters["Q"]}, b),
         [{**b, 1: torch.export.Dim(f"M_{i}")} for i in buckets],
         {name: {0: torch.export.Dim(f"{name}_units")} for name in pools},
         {0: letters["R"]},
     )
-    source = (
-        ints("T")
-        if decoder.first
-        else torch.zeros(sizes["T"], decoder.spec.hidden_size, dtype=decoder.dtype)
-    )
     arguments = (
-        source,
+        ints("T") if decoder.first else hidden,
         ints("T"),
         ints("B+1"),
         ints("Q"),
@@ -210,6 +207,8 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
         pools,
         ints("R"),
     )
+    if decoder.spec.reads_hidden:
+        return (*arguments, None, None, None, hidden), (*dims, None, None, None, t)
     numbers = sum(plan.model.states)
     if plan.index.observes or numbers:
         rows = ints("T").float() if plan.index.observes else None
@@ -250,6 +249,7 @@ def _tidy(model: ir.Model, decoder: Decoder) -> None:
         "rows",
         *(["mass"] if plan.index.observes else []),
         *(["states_after"] if any(plan.model.states) else []),
+        *([LAST_HIDDEN] if decoder.last and decoder.gives_hidden else []),
     )
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
@@ -288,6 +288,7 @@ def _letter_shapes(graph: ir.Graph) -> None:
     known = {
         "input_ids": ["T"],
         "hidden": ["T"],
+        GIVEN: ["T"],
         "cu_seqlens_q": ["B+1"],
         "query_offsets": ["Q"],
         "lengths": ["B"],

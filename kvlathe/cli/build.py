@@ -265,6 +265,12 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Take LoRA adapters at run time, too (docs/adapters.md).",
 )
 @click.option(
+    "--mtp",
+    is_flag=True,
+    help="Build the layer with which the model guesses tokens, for --speculative "
+    "(docs/speculative.md).",
+)
+@click.option(
     "--output-dir",
     type=PATH,
     required=True,

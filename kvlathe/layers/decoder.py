@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -285,7 +286,21 @@ def tied_head(embed: Tensor) -> RowMap:
     return lambda x: F.linear(x, embed)
 
 
-def logits(x: Tensor, norm: RowMap, head: RowMap, softcap: float = 0.0) -> Tensor:
-    """x [R, D] -> [R, V]; between -softcap and softcap, where that is not 0."""
-    found = head(norm(x))
+def joined(
+    embedded: Tensor,
+    hidden: Tensor,
+    embed_norm: RowMap,
+    hidden_norm: RowMap,
+    join: RowMap,
+) -> Tensor:
+    """The input of a layer that guesses tokens (DeepSeek-V3, arXiv 2412.19437, eq. 21):
+    ``embedded`` [T, D] are embeddings of the tokens behind the places whose ``hidden``
+    [T, D] states the model gave, behind its last norm -> [T, D]."""
+    return join(torch.cat([embed_norm(embedded), hidden_norm(hidden)], -1))
+
+
+def logits(x: Tensor, head: RowMap, softcap: float = 0.0) -> Tensor:
+    """x [R, D], behind the last norm -> [R, V]; between -softcap and softcap, where that
+    is not 0."""
+    found = head(x)
     return softcap * (found / softcap).tanh() if softcap else found

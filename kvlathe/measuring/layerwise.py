@@ -306,7 +306,7 @@ class BothModels:
             weight = folded["head.weight"].float().T  # [V, D]
             product = partial(F.linear, weight=weight, bias=bias)
         softcap = spec.family.logit_softcap
-        return lambda x: logits(x, norm, product, softcap)
+        return lambda x: logits(norm(x), product, softcap)
 
 
 def _halve(work: Work) -> None:

@@ -43,6 +43,9 @@ BASIS_FILE = "basis.npz"
 HEADS_FILE = "heads.npz"
 REPORT_FILE = "report.html"
 EVALUATION_FILE = "evaluation.json"
+LAST_HIDDEN, GIVEN = "last_hidden", "given"
+"""Names of hidden states in graphs: those that the head reads, and those that a layer
+that guesses tokens is given."""
 REPLACEABLE = (EVALUATION_FILE, REPORT_FILE)
 """Files that may change after the build: nothing runs from them."""
 MOST_BYTES = 1 << 24
@@ -110,6 +113,7 @@ class Manifest:
     libraries that built it. ``made_from`` records plan, ONNX file and weights as
     exported: a backend may have put its own form in their place. ``measured``: what the
     plan loses beside the uncompressed model; None where nobody measured it.
+    ``reads_hidden``: it is a layer of a model that guesses tokens for the whole model.
     ``created`` is UTC, ISO 8601. ``digest``: SHA-256 of all other fields, filled in by ``write``.
     """
 
@@ -128,6 +132,7 @@ class Manifest:
     model_digest: str
     command: str
     created: str
+    reads_hidden: bool = False
     measured: Measurement | None = None
     made_from: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     files: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)

@@ -39,11 +39,13 @@ RETRY = 16
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """A sequence's copy in the draft engine: ``known`` are its tokens there. ``guess``:
-    the last one, of the tokens that followed ``seen``. ``rests``: looks since."""
+    """A sequence's copy in the draft engine: ``known`` are its tokens there, from place
+    ``first`` on. ``guess``: the last one, of the tokens that followed ``seen``.
+    ``rests``: looks since."""
 
     known: Sequence
     rates: Rates
+    first: int = 0
     guess: list[int] = field(default_factory=list[int])
     seen: int = 0
     rests: int = 0
@@ -53,7 +55,7 @@ class DraftModel:
     """The Drafter that has an ``engine`` of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._pool = engine, engine.pool
+        self.engine, self._pool = engine, engine.pool
         self._limits = engine.scheduler.limits
         most = self._limits.max_num_tokens // (LAG + 1)
         self._together = min(self._limits.max_batch_size, max(1, most))
@@ -127,8 +129,9 @@ class DraftModel:
     def _is_ready(self, sequence: Sequence) -> bool:
         """Cache a step's worth of what is not cached, but for the newest token; whether
         little else is left."""
-        known = self._copies[sequence].known
-        known.tokens += sequence.tokens[len(known.tokens) :]
+        copy = self._copies[sequence]
+        known = copy.known
+        known.tokens += sequence.tokens[copy.first + len(known.tokens) :]
         left = len(known.tokens) - 1 - known.cached
         if left <= 0 or (left <= LAG and known.cached):
             return True
@@ -142,7 +145,7 @@ class DraftModel:
             return False
         try:
             room = self._pool.reserve(known.table, count, known.seals_after(count))
-            self._engine.run([PrefillChunk(known, count, room)])
+            self.engine.run([PrefillChunk(known, count, room)])
         except (OutOfPages, OutOfMemory):
             return False
         self._token.add((time.perf_counter() - started) / count)
@@ -164,7 +167,7 @@ class DraftModel:
                 self._pool.rollback(chunk.reservation)
             raise
         asked = [self._asked(sequence, guesses[sequence]) for sequence in going]
-        tokens = self._engine.sample(chunks, asked)
+        tokens = self.engine.sample(chunks, asked)
         for sequence, token in zip(going, tokens, strict=True):
             guesses[sequence].append(token)
         going_on: list[Sequence] = []

@@ -21,6 +21,11 @@ from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Hidden = object
+"""Hidden states [n, D] of rows, in the memory of their session, where others of its kind
+read them. Nobody writes to them."""
+HiddenRow = tuple[Hidden, int]
+"""One row of them."""
 PLAIN = "plain"
 """The coding of pages whose bytes are those of the pool."""
 
@@ -107,6 +112,8 @@ class StepPlan:
       after it. None: no layer keeps a state, or ``states`` are given
     - ``passes``: B, of each sequence that does not pass all stages. Where the places of its
       rows are not known, its ``positions`` are those of the prompt's last tokens
+    - ``hidden``: T, what a layer that guesses tokens reads beside each of them
+      (docs/speculative.md). None: the engine is a whole model
     """
 
     input_ids: Int32
@@ -125,6 +132,7 @@ class StepPlan:
     states_after: Float32 | None = None
     state_slots: Int32 | None = None
     adapters: Adapters | None = None
+    hidden: Sequence[HiddenRow] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +177,7 @@ Capability = Literal[
     "pool_memory",
     "page_sums",
     "adapters",
+    "hidden_states",
 ]
 """An ability that a session may have beside what every session does.
 
@@ -184,6 +193,7 @@ Capability = Literal[
   copy of them.
 - ``adapters``: runs steps whose sequences have adapters (``StepPlan.adapters``), which
   it was told of (``take_adapter``).
+- ``hidden_states``: gives what the head read in a step (``hidden``).
 """
 
 
@@ -304,6 +314,14 @@ class Session(PageMover):
         (kvlathe/plan/page_digest.py), as the page is after what was asked so far. The
         function waits for them, in any thread."""
         raise NotImplementedError("page_sums")
+
+    def keep_hidden(self) -> None:
+        """``hidden_states``: keep what the head reads, if it is not kept already. To be
+        called before a step of which somebody will ask for it."""
+
+    def hidden(self) -> Hidden:
+        """``hidden_states``: what the head read in the step that was given last, [R, D]."""
+        raise NotImplementedError("hidden_states")
 
     def take_adapter(self, adapter: LoadedAdapter) -> None:
         """``adapters``: be ready for steps with it. Raises KvlatheError where there is

@@ -65,6 +65,9 @@ def substep_of(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Substep:
         states=None if step.states is None else step.states[chosen],
         passes=_moved(step, np.flatnonzero(chosen), starts),
         adapters=_chosen(step.adapters, chosen),
+        hidden=None
+        if step.hidden is None
+        else [step.hidden[i] for i in tokens.tolist()],
     )
     return Substep(
         part,

@@ -35,7 +35,11 @@ from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.session import AdaptingSession, TorchSession
+from kvlathe.runtime.sessions.torch_cuda.session import (
+    AdaptingSession,
+    GuessingSession,
+    TorchSession,
+)
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op
 from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
@@ -115,7 +119,8 @@ def torch_session(
     given = device, library, plan, limits, pool, compute
     if basis is not None:
         return AdaptingSession(*given, decoder)
-    return TorchSession(*given)
+    guesses = checkpoint.spec.reads_hidden
+    return (GuessingSession if guesses else TorchSession)(*given)
 
 
 class HostAttention:

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.allowance import Allowance, Trust
 from kvlathe.runtime.scheduling.row_costs import MAX_SLOWDOWN, RowCosts
 from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step, StepPart
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.masks import allowed
 
 log = logging.getLogger("kvlathe")
@@ -51,6 +52,20 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class WatchingDrafter(Drafter, Protocol):
+    """A Drafter that reads what steps compute."""
+
+    def begins(self, step: Step) -> None:
+        """A step will run."""
+        ...
+
+    def watch(self, step: Step) -> None:
+        """It has run, and which of its guesses stay is known. Another of the same
+        tokens may follow, if this one fails."""
+        ...
+
+
 class Speculation(StepPart):
     """Decides which tokens of which sequences are guessed; without a ``drafter`` none.
     ``most``: of one sequence in one step. ``stop_ids``: tokens that end answers, which
@@ -75,6 +90,7 @@ class Speculation(StepPart):
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
         self.trust = Trust()
+        self._watching = drafter if isinstance(drafter, WatchingDrafter) else None
         self._chances: Mapping[Sequence, Items[float]] = {}  # of the last look
         self._looked = 0.0  # seconds of the host for the next step
         self._rest = 0  # steps until the next look
@@ -186,6 +202,12 @@ class Speculation(StepPart):
             tokens = tokens[: allowed(sequence.guide, tokens)]
         return tokens
 
+    def before(self, step: Step, plan: StepPlan) -> StepPlan:
+        """As StepPart.before."""
+        if self._watching is not None:
+            self._watching.begins(step)
+        return plan
+
     def after(self, step: Step) -> None:
         """Keep of the guesses that were tried those that were right and the token after
         them. The room of the others is given back when the step is committed."""
@@ -197,6 +219,8 @@ class Speculation(StepPart):
             if count < chunk.count:
                 step.context.pool.shorten(chunk.reservation, count)
                 chunk.count = count
+        if self._watching is not None:
+            self._watching.watch(step)
 
     def tried(self, chunks: Items[Chunk]) -> None:
         """Count the guesses that were tried, and those that were right."""

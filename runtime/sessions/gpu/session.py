@@ -8,7 +8,7 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -99,7 +99,10 @@ class DecodeGraph:
 
 
 class DeviceSession(DevicePages, Session):
-    """A session with its pages in ``pool`` (allocate_pool), computed by ``compute``."""
+    """A session with its pages in ``pool`` (allocate_pool), computed by ``compute``.
+    ``decoded``: sequences of the last step, where it was a decode, else 0."""
+
+    decoded = 0
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class DeviceSession(DevicePages, Session):
         overwrite."""
         check_step(step, self.limits)
         kind, rows = kind_of(step, self.widths), len(step.logit_rows)
+        self.decoded = rows if kind.decode else 0
         if kind.decode:
             graph = self._graph_of(rows, step.adapters is not None)
             self._send(step, graph.buffer, graph.arrays)
@@ -218,12 +222,12 @@ class DeviceSession(DevicePages, Session):
             self._graphs[size, adapts] = graph
         return self._graphs[size, adapts]
 
-    def forget_graphs_of_adapters(self) -> None:
-        """Steps with adapters are captured again: their matrices lie elsewhere."""
+    def forget_graphs(self, adapts: Collection[bool] = (False, True)) -> None:
+        """Steps are captured again: those with adapters (True), those without."""
         self.device.wait()
-        for size, adapts in list(self._graphs):
-            if adapts:
-                del self._graphs[size, adapts]
+        for key in list(self._graphs):
+            if key[1] in adapts:
+                del self._graphs[key]
 
     def _queue(
         self, step: StepArrays, logits: DeviceArray, more: Bindings = NOTHING

@@ -15,7 +15,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.host.ragged import by_size
-from kvlathe.runtime.sessions.protocols import Session, StepPlan
+from kvlathe.runtime.sessions.protocols import Hidden, Session, StepPlan
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.substeps import Substep, whole
 
@@ -38,7 +38,8 @@ class StageGraph(Protocol):
     ) -> list[np.ndarray]:
         """Logits [R, vocab] of the last stage, else hidden states [T, D]; the rows to
         append; what the observed rows attended, where the plan asks for it; states
-        after the step, where layers keep some.
+        after the step, where layers keep some; of the last stage hidden states [R, D],
+        where the session gives them.
 
         ``source`` [T, D]: the hidden states that enter a later stage than the first.
         """
@@ -67,6 +68,7 @@ class GraphSession(HostPages, Session):
             )
         for graph in graphs:
             graph.bind(self.memory)
+        self._hidden = np.empty((0, 0), np.float32)
         # Whether a step passes one graph as it is, and nothing is observed.
         self._one_graph = (
             self.substeps is whole and not plan.stages and not plan.index.observes
@@ -77,19 +79,26 @@ class GraphSession(HostPages, Session):
         KvlatheError beyond the profile."""
         check_step(step, self.limits)
         if self._one_graph:
-            out, rows = self.graph_of(0, step).run(step, None)
+            out, rows, *given = self.graph_of(0, step).run(step, None)
+            self._hidden = given[0] if given else self._hidden
             self.append(step, rows)
             return out.astype(np.float32, copy=False)
         vocabulary = self.plan.model.vocab_size
         logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
         hidden = passes.entering(step, self._width)
         last = len(self.graphs) - 1
+        gives = "hidden_states" in self.capabilities
+        if gives:
+            size = len(logits), self.plan.model.hidden_size
+            self._hidden = np.empty(size, np.float32)
         observed: list[tuple[StepPlan, npt.NDArray[np.float32], int]] = []
         for stage, graph in enumerate(self.graphs):
             for substep in self.substeps(step, stage, self.plan.page_tokens):
                 source = hidden[substep.tokens] if stage else None
                 runs = self.graph_of(stage, substep.step)
                 out, rows, *attention = runs.run(substep.step, source)
+                if gives and stage == last:
+                    self._hidden[substep.logits] = attention.pop()
                 if step.states_after is not None:
                     step.states_after[substep.sequences] = attention.pop()
                 self.append(substep.step, rows, stage)
@@ -105,6 +114,10 @@ class GraphSession(HostPages, Session):
         passes.leave(step, hidden)
         self.page_scores.observe(observed)  # once nothing can fail any more
         return logits
+
+    def hidden(self) -> Hidden:
+        """As Session.hidden."""
+        return self._hidden
 
     def graph_of(self, stage: int, step: StepPlan) -> StageGraph:
         """The graph that runs a step through a stage."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kvlathe.base import machine
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.adapter_maps import ADAPTERS_FILE, adapter_graph
 from kvlathe.plan.layer_table import POOLS
-from kvlathe.plan.manifest import Limits
+from kvlathe.plan.manifest import GIVEN, LAST_HIDDEN, Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
 from kvlathe.runtime.sessions.adapters import LoadedAdapter
 from kvlathe.runtime.sessions.host.adapter_feeds import AdapterFeeds
@@ -29,9 +30,11 @@ from kvlathe.runtime.sessions.host.graphs import (
     observation_weights,
 )
 from kvlathe.runtime.sessions.host.pages import typed_views
-from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 
 FIRST_ROW = np.zeros(1, np.int32)
+OF_WANTED = ("logits", LAST_HIDDEN)
+"""Outputs that have the rows that were asked for."""
 
 
 class Graph:
@@ -57,6 +60,7 @@ class Graph:
         )
         self._inputs = {entry.name: entry.type for entry in self._session.get_inputs()}
         self._outputs = [entry.name for entry in self._session.get_outputs()]
+        self.gives_hidden = LAST_HIDDEN in self._outputs
         layers = plan.index.layers_of(stage)
         self.lanes = slice(
             plan.index.kept_before(layers.start), plan.index.kept_before(layers.stop)
@@ -75,6 +79,7 @@ class Graph:
             "logits": self.plan.model.vocab_size,
             "rows": sum(lane.numbers for lane in lanes),
             "states": sum(self.plan.model.states),
+            **dict.fromkeys((GIVEN, LAST_HIDDEN), self.plan.model.hidden_size),
         }
         graph = (*self._session.get_inputs(), *self._session.get_outputs())
         for entry in graph:
@@ -99,8 +104,8 @@ class Graph:
         self, step: StepPlan, source: npt.NDArray[np.float32] | None
     ) -> list[np.ndarray]:
         """Logits [R, vocab] of the last stage, else hidden states [T, D]; the rows to
-        append; what the observed rows attended and states after the step, where the
-        graph has them.
+        append; what the observed rows attended, states after the step and hidden states
+        of rows of logits, where the graph has them.
 
         ``source`` [T, D]: the hidden states that enter a later stage than the first.
         """
@@ -120,11 +125,15 @@ class Graph:
         }
         if step.states is not None:
             arrays["states"] = np.ascontiguousarray(step.states)
-        if source is not None:
-            half = self._inputs.get("hidden") == "tensor(float16)"
-            arrays["hidden"] = (
-                source.astype(np.float16) if half else np.ascontiguousarray(source)
-            )
+        given = {"hidden": source}
+        if step.hidden is not None:
+            given[GIVEN] = np.stack([cast("Float32", x)[i] for x, i in step.hidden])
+        for name, rows in given.items():
+            if rows is not None:
+                half = self._inputs.get(name) == "tensor(float16)"
+                arrays[name] = np.ascontiguousarray(
+                    rows, np.float16 if half else np.float32
+                )
         feeds = {
             n: ort.OrtValue.ortvalue_from_numpy(a)
             for n, a in arrays.items()
@@ -133,10 +142,9 @@ class Graph:
         if step.adapters is not None:
             feeds |= self.adapters.of(step)
         ran = self._session.run_with_ort_values(self._outputs, feeds | self.pool)
-        first, *others = (value.numpy() for value in ran)
-        if self._outputs[0] == "logits":
-            first = first[: len(step.logit_rows)]
-        return [first, *others]
+        wanted = len(step.logit_rows)
+        found = zip(self._outputs, [value.numpy() for value in ran], strict=True)
+        return [x[:wanted] if name in OF_WANTED else x for name, x in found]
 
 
 class OrtSession(GraphSession):
@@ -160,6 +168,8 @@ class OrtSession(GraphSession):
             for i, name in enumerate(graph_files(plan))
         ]
         super().__init__(plan, limits, arena_bytes, graphs)
+        if graphs[-1].gives_hidden:
+            self.capabilities = self.capabilities.union(("hidden_states",))
         self._taking: list[Graph] = []
         if (folder / ADAPTERS_FILE).is_file():
             self.capabilities = self.capabilities.union(("adapters",))

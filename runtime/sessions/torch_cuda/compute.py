@@ -28,7 +28,11 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import TorchStep
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
-from kvlathe.runtime.sessions.torch_cuda.session import AdaptingSession, TorchSession
+from kvlathe.runtime.sessions.torch_cuda.session import (
+    AdaptingSession,
+    GuessingSession,
+    TorchSession,
+)
 from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import (
     CompactingSession,
     EvictingSession,
@@ -69,6 +73,8 @@ def session_of(
     if plan.stages:
         return StagedSession(device, library, plan, limits, pool, compute)
     given = device, library, plan, limits, pool, compute
+    if decoder.guess_join is not None:
+        return GuessingSession(*given)
     if plan.index.ranked:
         return EvictingSession(*given)
     if plan.index.moves_tokens:
@@ -102,7 +108,11 @@ def compute_of(
 
 
 class TorchCompute:
-    """A Compute: ``decoder`` with ``attention`` over the session's pool."""
+    """A Compute: ``decoder`` with ``attention`` over the session's pool. ``hidden``
+    [R, D]: what the head read of the step that was queued last. ``kept`` [most
+    sequences, D]: where that of a decode stays, whose graph somebody else captured.
+    ``given`` [most tokens, D]: where a decoder that guesses tokens finds what it reads
+    beside them."""
 
     outputs = frozenset({"logits"})
     least_rows = 0
@@ -110,13 +120,23 @@ class TorchCompute:
     def __init__(self, decoder: TorchDecoder, attention: Attention) -> None:
         self.decoder = decoder
         self.attention = attention
+        self.given: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.kept: Tensor | None = None
+
+    def room(self, rows: int) -> Tensor:
+        """Room for hidden states [rows, D]."""
+        return self.decoder.embed.new_zeros(rows, self.decoder.embed.shape[1])
 
     @torch.inference_mode()
     def queue(self, step: StepArrays, outputs: Bindings) -> None:
         inputs = TorchStep.of(step, outputs)
         layers = range(len(self.decoder.layers))
         x = self.run(inputs, layers, rows=inputs.logit_rows)
-        tensor_of(outputs["logits"]).copy_(self.decoder.logits(x))
+        self.hidden = self.decoder.norm(x)
+        if self.kept is not None and step.kind.decode:
+            self.kept[: len(self.hidden)].copy_(self.hidden)
+        tensor_of(outputs["logits"]).copy_(self.decoder.logits(self.hidden))
 
     def run(
         self,
@@ -131,14 +151,16 @@ class TorchCompute:
         calls = self.attention.prepare(step.attention, len(step.input_ids), attending)
         inputs = None
         if x is None:
-            x = self.decoder.embedded(step.input_ids, step.positions)
+            given = None if self.given is None else self.given[: len(step.input_ids)]
+            x = self.decoder.embedded(step.input_ids, step.positions, given)
             inputs = self.decoder.inputs(step.input_ids, x)
         attend = partial(self.attention.run, calls)
         memories = None if step.states is None else step.states.of_layer
         self.decoder.adapter_rows.begin(step.adapters)
-        given = attend, rows, memories, inputs
-        return self.decoder.run(x, step.positions, layers, *given)
+        beside = attend, rows, memories, inputs
+        return self.decoder.run(x, step.positions, layers, *beside)
 
     def logits(self, step: TorchStep, x: Tensor) -> Tensor:
         """[R, V] of what leaves the last layer [T, D]."""
-        return self.decoder.logits(x.index_select(0, step.logit_rows))
+        self.hidden = self.decoder.norm(x.index_select(0, step.logit_rows))
+        return self.decoder.logits(self.hidden)

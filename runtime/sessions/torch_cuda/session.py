@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakSet
 
 import torch
@@ -21,6 +21,7 @@ from kvlathe.runtime.sessions.gpu.session import Compute, DeviceSession
 from kvlathe.runtime.sessions.protocols import (
     Capability,
     Choose,
+    Hidden,
     Int64,
     Sampling,
     StepPlan,
@@ -32,12 +33,24 @@ from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts
 from kvlathe.runtime.text.sampler import SamplingRows
 
 
+class HiddenCompute(Compute, Protocol):
+    """A Compute that has hidden states, as TorchCompute does."""
+
+    hidden: Tensor | None
+    kept: Tensor | None
+    given: Tensor | None
+
+    def room(self, rows: int) -> Tensor:
+        """Room for hidden states [rows, D]."""
+        ...
+
+
 class TorchSession(DeviceSession):
     """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
     the next step takes its tokens there."""
 
     capabilities: frozenset[Capability] = DevicePages.capabilities.union(
-        ("samples", "counts_tokens", "page_sums")
+        ("samples", "counts_tokens", "page_sums", "hidden_states")
     )
     _tokens: Tensor | None = None  # of the step before
     _counts: TokenCounts | None = None
@@ -45,6 +58,27 @@ class TorchSession(DeviceSession):
     def start(self, step: StepPlan) -> Choose:
         """As Session.start."""
         return partial(self._choose, tensor_of(self.launch(step)))
+
+    @property
+    def computes(self) -> HiddenCompute:
+        """Its compute, which has hidden states."""
+        return cast("HiddenCompute", self.compute)
+
+    def keep_hidden(self) -> None:
+        """As Session.keep_hidden. Graphs are captured again that do not keep it."""
+        if self.computes.kept is None:
+            self.computes.kept = self.computes.room(max(self.batch_sizes))
+            self.forget_graphs()
+
+    @torch.inference_mode()
+    def hidden(self) -> Hidden:
+        """As Session.hidden: a copy, as the next step may overwrite it."""
+        found = self.computes.hidden
+        if self.decoded:
+            assert self.computes.kept is not None
+            found = self.computes.kept[: self.decoded]
+        assert found is not None
+        return found.clone()
 
     def _choose(self, logits: Tensor, rows: SamplingRows) -> Sampling:
         if self._counts is None and rows.penalties is not None:
@@ -71,6 +105,32 @@ class TorchSession(DeviceSession):
         # Where the logits were no numbers there is no token: the sequence ends.
         sampled = self._tokens[rows.clamp(min=0)].clamp(min=0)
         ids.copy_(torch.where(rows >= 0, sampled, ids))
+
+
+class GuessingSession(TorchSession):
+    """A TorchSession of a decoder that guesses tokens: its rows read a hidden state
+    beside their token (``StepPlan.hidden``)."""
+
+    def __init__(
+        self,
+        device: Device,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        limits: Limits,
+        pool: DeviceArray,
+        compute: Compute,
+    ) -> None:
+        super().__init__(device, library, plan, limits, pool, compute)
+        most = max(limits.max_num_tokens, max(self.batch_sizes))
+        self.computes.given = self.computes.room(most)
+
+    @torch.inference_mode()
+    def launch(self, step: StepPlan) -> DeviceArray:
+        """As DeviceSession.launch."""
+        assert step.hidden is not None and self.computes.given is not None
+        rows = [cast("Tensor", hidden)[row] for hidden, row in step.hidden]
+        self.computes.given[: len(rows)].copy_(torch.stack(rows))
+        return super().launch(step)
 
 
 class Adaptable(Protocol):
@@ -112,7 +172,7 @@ class AdaptingSession(TorchSession):
     def take_adapter(self, adapter: LoadedAdapter) -> None:
         if adapter in self._adapters:
             return
-        self.forget_graphs_of_adapters()
+        self.forget_graphs((True,))  # their matrices will lie elsewhere
         there = distinct([*self._adapters, adapter])
         fact = f"there is no memory for the adapter {adapter.name}"
         within_memory(partial(self._decoder.load_adapters, there), fact, LESS_MEMORY)

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import EngineFolder
 from kvlathe.plan.manifest import Manifest
 from kvlathe.runtime import drafters
 from kvlathe.runtime.drafting.draft_model import DraftModel
@@ -96,10 +97,13 @@ def test_a_draft_engine_is_loaded_if_its_vocabulary_is_the_same(
     """Opening and loading a folder are tested elsewhere; here a model in torch stands for
     it."""
     made = decoder("sealed")
-    opened = SimpleNamespace(plan=made.plan, manifest=manifest_of(made.plan))
+    manifest = manifest_of(made.plan)
+    opened = cast(
+        EngineFolder, SimpleNamespace(path=MODEL, plan=made.plan, manifest=manifest)
+    )
 
-    def load(_: object, manifest: Manifest, wanted: Wanted) -> SimpleNamespace:
-        assert manifest is opened.manifest
+    def load(_: object, given: Manifest, wanted: Wanted) -> SimpleNamespace:
+        assert given is manifest
         size = wanted.cache_bytes or 0
         return SimpleNamespace(session=TorchSession(made, size), cache_bytes=size)
 
@@ -113,7 +117,7 @@ def test_a_draft_engine_is_loaded_if_its_vocabulary_is_the_same(
     engine.generate([list(text(60))], SamplingParams(max_new_tokens=8))
     other = cast(Tokenizer, SimpleNamespace(backend=SimpleNamespace(get_vocab=dict)))
     with pytest.raises(KvlatheError, match="it has another vocabulary"):
-        drafters.draft_engine(MODEL, other, engine.engine)
+        drafters.draft_engine(opened, other, engine.engine)
     padded = engine_for("one", 400)
     with pytest.raises(KvlatheError, match="it has another vocabulary"):
-        drafters.draft_engine(MODEL, engine.tokenizer, padded)
+        drafters.draft_engine(opened, engine.tokenizer, padded)

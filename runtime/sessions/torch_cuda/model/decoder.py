@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvlathe.layers.decoder import (
     RowMap,
+    joined,
     logits,
     rope_angles,
     rope_names,
@@ -110,6 +111,12 @@ class TorchDecoder:
         bias = tensors.get("head.bias")
         self.head = tied_head(self.embed) if head is None else Linear(head, bias)
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
+        self.guess_join = None
+        if "guess_join.weight" in tensors:
+            self.guess_join = Linear(tensors["guess_join.weight"], None)
+            own = (_taken(tensors, f"guess_{one}_norm.") for one in ("embed", "hidden"))
+            before, after = (_norm(wiring, rows, weights) for weights in own)
+            self.guess_norms = before, after
         self.ropes = _ropes(_taken(tensors, "rope."))
         self._firsts = _first_numbers(wiring)
 
@@ -137,14 +144,20 @@ class TorchDecoder:
         layers = range(len(self.layers))
         given = attend, logit_rows, None, inputs
         x = self.run(x, positions, layers, *given)
-        return self.logits(x)
+        return self.logits(self.norm(x))
 
-    def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """The input of the first layer [T, D]."""
+    def embedded(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """The input of the first layer [T, D]. ``hidden`` [T, D]: of a decoder that
+        guesses, what the model gave."""
         x = self._embedded(input_ids)
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
-        return self.group.sum(x)
+        x = self.group.sum(x)
+        if hidden is None or self.guess_join is None:
+            return x
+        return joined(x, hidden, *self.guess_norms, self.guess_join)
 
     def inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
         """Embeddings of tokens for each layer [T, L, P], of which the first one reads ``x``
@@ -182,8 +195,8 @@ class TorchDecoder:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """[R, V] of tokens that left the last layer [R, D]."""
-        return logits(x, self.norm, self.head, self.wiring.logit_softcap)
+        """[R, V] of tokens that left the last layer and its norm [R, D]."""
+        return logits(x, self.head, self.wiring.logit_softcap)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[T, D]: zeros for tokens of other shards."""

@@ -30,6 +30,7 @@ from kvlathe.runtime.sessions.protocols import (
     Capability,
     Choose,
     Float32,
+    Hidden,
     Sampling,
     Session,
     StepPlan,
@@ -126,7 +127,8 @@ class Worker:
 class LeaderSession(Session):
     """The session of all shards: what it does itself it has the others do, too."""
 
-    capabilities: frozenset[Capability] = frozenset({"samples"})
+    capabilities: frozenset[Capability] = frozenset({"samples", "hidden_states"})
+    _keeps_hidden = False
 
     def __init__(self, workers: Workers, own: ShardSession) -> None:
         self.workers = workers
@@ -167,6 +169,16 @@ class LeaderSession(Session):
 
     def _choose(self, rows: SamplingRows) -> Sampling:
         return self._together("choose", self.own.choose, rows)
+
+    def keep_hidden(self) -> None:
+        """As Session.keep_hidden: all shards capture their graphs again."""
+        if not self._keeps_hidden:
+            self._together("keep_hidden", self.own.keep_hidden)
+            self._keeps_hidden = True
+
+    def hidden(self) -> Hidden:
+        """As Session.hidden: every shard has all of it."""
+        return self.own.hidden()
 
     def apply(self, moves: Sequence[PageMoves]) -> None:
         """As Session.apply."""
