@@ -74,9 +74,14 @@ class Cache:
         )
         return kept + 2 * self.q.numel() * 2
 
-    def error(self) -> float:
+    def keys_and_values(self, backend: str) -> torch.Tensor:
+        """The last sequence's pages as ``backend`` reads them, [pages, 2, heads, page,
+        dim]."""
+        return self.copies[0][self.table[-1].long()]
+
+    def error(self, backend: str) -> float:
         """The error of the last sequence's answer, relative."""
-        a, page = self.a, self.copies[0][self.table[-1].long()].float()
+        a, page = self.a, self.keys_and_values(backend).float()
         k, v = (
             page[:, i].transpose(0, 1).reshape(a.heads, -1, a.dim)[:, : self.tokens]
             for i in range(2)
@@ -125,7 +130,7 @@ def measure(cache: Cache, backend: str, replays: int) -> dict[str, Any]:
     cache.space.zero_()
     call(0)
     torch.cuda.synchronize()
-    error = cache.error()
+    error = cache.error(backend)
     seconds = seconds_a_call(call, cache.calls, replays)
     return {
         "backend": backend,
@@ -135,11 +140,12 @@ def measure(cache: Cache, backend: str, replays: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
+def parser_with_cases(doc: str | None, backends: str) -> argparse.ArgumentParser:
+    """Of a benchmark of ``backends``."""
+    parser = parser_of(doc)
     parser.add_argument("--cases", default="16x32768,64x16384,16x4096,1x32768")
     parser.add_argument("--kv", default="fp16,fp8", help="comma-separated")
-    parser.add_argument("--backends", default="fa2_tc,xqa", help="comma-separated")
+    parser.add_argument("--backends", default=backends, help="comma-separated")
     parser.add_argument(
         "--label", default="llama8b", help="first column: what --baseline-model names"
     )
@@ -148,20 +154,19 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--replays", type=int, default=11)
-    a = parser.parse_args()
-    if find_spec("flashinfer") is None or not torch.cuda.is_available():
-        raise SystemExit(
-            "skipped: no flashinfer (pip install flashinfer-python) or no GPU"
-        )
-    import flashinfer
+    return parser
 
-    name, version = torch.cuda.get_device_name(), flashinfer.__version__
-    print(f"# {name}, FlashInfer {version}, {a.heads} heads x {a.group}, d = {a.dim}")
-    results = []
+
+def compared(
+    a: argparse.Namespace, kind: type[Cache], bench: str, version: str
+) -> None:
+    """Prints the table and the JSON line of ``version``'s backends."""
+    name, results = torch.cuda.get_device_name(), []
+    print(f"# {name}, {version}, {a.heads} heads x {a.group}, d = {a.dim}")
     for case in a.cases.split(","):
         batch, tokens = (int(x) for x in case.split("x"))
         for kv in a.kv.split(","):
-            cache = Cache(a, batch, tokens, TYPES[kv])
+            cache = kind(a, batch, tokens, TYPES[kv])
             for backend in a.backends.split(","):
                 where = {"label": a.label, "batch": batch, "tokens": tokens, "kv": kv}
                 head = f"{a.label:11s} {batch:4d} {tokens:7d} {kv:>5s} {backend:8s}"
@@ -180,16 +185,19 @@ def main() -> None:
                 results.append(r)
             del cache
             torch.cuda.empty_cache()
-    print(
-        json.dumps(
-            {
-                "bench": "flashinfer_decode",
-                "device": name,
-                "flashinfer": version,
-                "results": results,
-            }
+    line = {"bench": bench, "device": name, "version": version, "results": results}
+    print(json.dumps(line))
+
+
+def main() -> None:
+    a = parser_with_cases(__doc__, "fa2_tc,xqa").parse_args()
+    if find_spec("flashinfer") is None or not torch.cuda.is_available():
+        raise SystemExit(
+            "skipped: no flashinfer (pip install flashinfer-python) or no GPU"
         )
-    )
+    import flashinfer
+
+    compared(a, Cache, "flashinfer_decode", f"FlashInfer {flashinfer.__version__}")
 
 
 if __name__ == "__main__":
