@@ -141,7 +141,7 @@ def measure(cache: Cache, backend: str, replays: int) -> dict[str, Any]:
 
 
 def parser_with_cases(doc: str | None, backends: str) -> argparse.ArgumentParser:
-    """Of a benchmark of ``backends``."""
+    """Arguments of a benchmark of ``backends``."""
     parser = parser_of(doc)
     parser.add_argument("--cases", default="16x32768,64x16384,16x4096,1x32768")
     parser.add_argument("--kv", default="fp16,fp8", help="comma-separated")

@@ -28,12 +28,14 @@ from kvlathe.export.methods.options import (
     option,
 )
 from kvlathe.export.methods.turns import balanced_keys
-from kvlathe.plan.formats import Coding, Tier
+from kvlathe.plan.formats import WHOLE_RANK, Coding, Tier
 
 Codes = Literal[2, 3, 4, 8]
 Numbers = Literal[2, 3, 4, 8, 16]
 CODINGS: dict[str, Coding] = {"even": "affine", "normal": "normal"}
 """Codings by the option ``levels``."""
+GROUP = 64
+"""Numbers that share a scale, if not a token's."""
 FEW = (3, 2)
 """Bits of rotated values by token for which fixed levels are nearer than even ones."""
 SPAN = 0.8
@@ -52,7 +54,12 @@ class HackOptions(MethodOptions):
     bits_v: Numbers | None = option(
         None, Choice(2, 3, 4, 8, 16), "Bits of V in place of bits; 16: not quantized."
     )
-    group: int = option(64, Choice(64, 32, 128), "Numbers that share a scale.")
+    group: int | None = option(
+        None,
+        Choice(64, 32, 128),
+        "Numbers that share a scale. [default: 64; all of a token's where keys and "
+        "values are by token in 8 bits]",
+    )
     levels: Literal["even", "normal"] | None = option(
         None,
         Choice("even", "normal"),
@@ -110,13 +117,6 @@ class HackOptions(MethodOptions):
 def plan(options: HackOptions, page_tokens: int) -> Decision:
     """The tier that full pages are sealed in. Raises KvlatheError for groups that no
     page can hold, and for options that contradict each other."""
-    group = options.group
-    if page_tokens % group:
-        raise KvlatheError(
-            f"group={group} cannot be used with pages of {page_tokens} tokens",
-            "groups run along a page's tokens",
-            f"choose a smaller group or --tokens-per-block {group}",
-        )
     bits_k = options.bits_k or options.bits
     bits_v = options.bits_v or options.bits
     if bits_k == bits_v == 16:
@@ -138,8 +138,16 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
     sink = options.sink
     if sink is None:
         sink = 64 if keys == "channel" else 0
+    cold = _tier(options, keys)
+    for form in cold.formats:
+        if form.along_tokens and page_tokens % form.group:
+            raise KvlatheError(
+                f"group={form.group} cannot be used with pages of {page_tokens} tokens",
+                "groups run along a page's tokens",
+                f"choose a smaller group or --tokens-per-block {form.group}",
+            )
     return Decision(
-        cold=_tier(options, keys),
+        cold=cold,
         cold_of_dropped=None if options.keys else _tier(options, "token"),
         cold_of_shared=_one_form(options, keys),
         sink=sink,
@@ -152,7 +160,8 @@ def _one_form(options: HackOptions, keys: Literal["channel", "token"]) -> Tier |
     """The tier in which V has K's form; None where the options say otherwise."""
     if options.values or options.arithmetic == "int" or options.sums == "stored":
         return None
-    tier = _tier(dataclasses.replace(options, values=keys), keys)
+    group = options.group or GROUP
+    tier = _tier(dataclasses.replace(options, values=keys, group=group), keys)
     return dataclasses.replace(tier, span_v=tier.span_k)
 
 
@@ -184,13 +193,15 @@ def _tier(options: HackOptions, keys: Literal["channel", "token"]) -> Tier:
     few = few and nearest and is_turned
     multiplies = keys == "token" and (values == "channel" or fixed)
     _check_products(options, multiplies)
+    is_of_rows = keys == values == "token" and bits_k == bits_v == 8
+    group = options.group or (WHOLE_RANK if is_of_rows else GROUP)
     return Tier(
         bits_k,
         bits_v,
         axis_k="token" if keys == "channel" else "rank",
         axis_v="token" if values == "channel" else "rank",
-        group_k=options.group,
-        group_v=options.group,
+        group_k=group,
+        group_v=group,
         arithmetic=options.arithmetic or ("int" if multiplies else "float"),
         rounding=options.rounding,
         sums=options.sums == "stored",
