@@ -4,16 +4,25 @@ sealed tokens of 8 bits that are one group each, and a 16-bit tail."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from kvlathe.plan.formats import WHOLE_RANK, Coding, Tier
+from kvlathe.plan.formats import WHOLE_RANK, Tier
 from tests.native.codes_problem import CodesProblem
 
-CODINGS: tuple[Coding, ...] = ("affine", "float8")
+Kind = Literal["affine", "float8", "keys by channel"]
+KINDS: tuple[Kind, ...] = ("affine", "float8", "keys by channel")
+"""Codings of tokens; affine ones beside keys by channel of a page."""
 RANKS = [(32, 64), (96, 32), (64, 96), (128, 128)]
-SHAPES = [(1, 64), (3, 64), (8, 64), (5, 128), (4, 256)]
-"""Query heads of a KV head, tokens of a page."""
+SHAPES = [
+    (kind, group, page)
+    for kind in KINDS
+    for group, page in ((1, 64), (3, 64), (8, 64), (5, 128), (4, 256))
+    if page == 64 or kind != "keys by channel"
+]
+"""Each kind, query heads of a KV head, tokens of a page. Where keys are by channel, a
+page is a group."""
 BATCHES = {
     "ragged": (
         [0, 640, 0, 64, 0, 0, 128, 1, 70, 0, 0, 63],
@@ -27,15 +36,17 @@ BATCHES = {
 """Tokens in sealed pages and in tails, of each sequence."""
 
 
-def tier_of(coding: Coding) -> Tier:
-    """Rows of bytes of such a coding."""
+def tier_of(kind: Kind) -> Tier:
+    """Rows of bytes of such a kind."""
+    if kind == "keys by channel":
+        return Tier(8, 8, "token", "rank", 64, WHOLE_RANK)
     return Tier(
-        8, 8, "rank", "rank", WHOLE_RANK, WHOLE_RANK, coding_k=coding, coding_v=coding
+        8, 8, "rank", "rank", WHOLE_RANK, WHOLE_RANK, coding_k=kind, coding_v=kind
     )
 
 
 def problem_of(
-    coding: Coding,
+    kind: Kind,
     sealed: Sequence[int],
     tails: Sequence[int],
     group: int = 4,
@@ -44,7 +55,7 @@ def problem_of(
     device: str = "cpu",
 ) -> CodesProblem:
     """Rows where no token lies hold NaN, and so do their scales."""
-    cold, tiers = [[n] for n in sealed], [tier_of(coding)]
+    cold, tiers = [[n] for n in sealed], [tier_of(kind)]
     problem = CodesProblem(
         [RANKS], cold, tails, tiers, group, dtype, page, device, seed=len(sealed)
     )
@@ -56,7 +67,9 @@ def problem_of(
 def _spoil(problem: CodesProblem, bucket: int) -> None:
     page_tokens, pages = problem.page_tokens, problem._pages(bucket)
     for row in problem.rows(bucket, 0):
-        sides = ((row[4], row[2], row[5]), (row[6], row[3], row[7]))
+        sides = [(row[4], row[2], row[5]), (row[6], row[3], row[7])]
+        if bucket and problem.tiers[0].k.along_tokens:
+            del sides[0]  # its metadata are not a token's
         for b, tokens in enumerate(problem.lengths[:, bucket]):
             if not (rest := int(tokens) % page_tokens):
                 continue
@@ -65,7 +78,7 @@ def _spoil(problem: CodesProblem, bucket: int) -> None:
                 size = rank * (1 if bucket else 2)
                 page[at + rest * size : at + page_tokens * size] = 255
                 if bucket:
-                    size = problem.tiers[0].k.group_bytes
+                    size = problem.tiers[0].v.group_bytes
                     page[meta + rest * size : meta + page_tokens * size] = 255
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlathe.plan.formats import Coding
 from kvlathe.plan.kernel_forms import UNPROVEN
 from tests.native.byte_rows import (
     BATCHES,
-    CODINGS,
+    KINDS,
     SHAPES,
+    Kind,
     check,
     louden,
     problem_of,
@@ -34,55 +34,50 @@ def attend(gpu: Library, problem: CodesProblem, flags: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_of_bytes_are_attended(
-    gpu: Library, name: str, coding: Coding, dtype: torch.dtype
+    gpu: Library, name: str, kind: Kind, dtype: torch.dtype
 ) -> None:
     """Empty sequences, those of one token, and pairs of many blocks."""
-    problem = problem_of(coding, *BATCHES[name], dtype=dtype, device="cuda")
+    problem = problem_of(kind, *BATCHES[name], dtype=dtype, device="cuda")
     first = attend(gpu, problem)
     check(problem)
     for flags in (OVERLAP, OVERLAP | APPENDED):
         assert attend(gpu, problem, flags).equal(first)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-@pytest.mark.parametrize(("group", "page"), SHAPES)
+@pytest.mark.parametrize(("kind", "group", "page"), SHAPES)
 def test_rows_of_bytes_are_attended_by_other_groups_and_pages(
-    gpu: Library, coding: Coding, group: int, page: int
+    gpu: Library, kind: Kind, group: int, page: int
 ) -> None:
     sealed, tails = [320, 0, 1, 700, 129, 640, 64], [5, 0, 0, 17, 1, 0, 33]
-    problem = problem_of(coding, sealed, tails, group, page, device="cuda")
+    problem = problem_of(kind, sealed, tails, group, page, device="cuda")
     attend(gpu, problem)
     check(problem)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_that_shares_would_take_out_of_halves_are_attended(
-    gpu: Library, coding: Coding
+    gpu: Library, kind: Kind
 ) -> None:
-    problem = problem_of(coding, [2048, 640], [33, 0], device="cuda")
+    problem = problem_of(kind, [2048, 640], [33, 0], device="cuda")
     louden(problem, 2000)
     attend(gpu, problem)
     check(problem)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-def test_rows_of_bytes_of_long_contexts_are_attended(
-    gpu: Library, coding: Coding
-) -> None:
-    problem = problem_of(coding, [140_000, 64, 30_000], [7, 0, 1], device="cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_bytes_of_long_contexts_are_attended(gpu: Library, kind: Kind) -> None:
+    problem = problem_of(kind, [140_000, 64, 30_000], [7, 0, 1], device="cuda")
     attend(gpu, problem)
     check(problem)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-def test_many_sequences_of_rows_of_bytes_are_attended(
-    gpu: Library, coding: Coding
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_sequences_of_rows_of_bytes_are_attended(gpu: Library, kind: Kind) -> None:
     some = [(37 * i) % 300 for i in range(400)]
     tails = [(11 * i) % 64 for i in range(400)]
-    problem = problem_of(coding, some, tails, device="cuda")
+    problem = problem_of(kind, some, tails, device="cuda")
     attend(gpu, problem)
     check(problem, [0, 1, 2, 57, 399])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvlathe.plan.formats import Coding
 from kvlathe.plan.kernel_forms import UNPROVEN
 from tests.native.byte_rows import (
     BATCHES,
-    CODINGS,
+    KINDS,
     SHAPES,
+    Kind,
     check,
     louden,
     problem_of,
@@ -75,28 +75,27 @@ def attend_and_check(kernels: ctypes.CDLL, problem: CodesProblem, sms: int) -> N
     assert all(answers[2 * i].equal(answers[2 * i + 1]) for i in range(3))
 
 
-@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_of_bytes_are_attended(
-    kernels: ctypes.CDLL, name: str, coding: Coding
+    kernels: ctypes.CDLL, name: str, kind: Kind
 ) -> None:
-    attend_and_check(kernels, problem_of(coding, *BATCHES[name]), 3)
+    attend_and_check(kernels, problem_of(kind, *BATCHES[name]), 3)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
-@pytest.mark.parametrize(("group", "page"), SHAPES)
+@pytest.mark.parametrize(("kind", "group", "page"), SHAPES)
 def test_rows_of_bytes_are_attended_by_other_groups_and_pages(
-    kernels: ctypes.CDLL, coding: Coding, group: int, page: int
+    kernels: ctypes.CDLL, kind: Kind, group: int, page: int
 ) -> None:
     sealed, tails = [320, 0, 1, 700, 129, 640, 64], [5, 0, 0, 17, 1, 0, 33]
-    problem = problem_of(coding, sealed, tails, group, page)
+    problem = problem_of(kind, sealed, tails, group, page)
     attend_and_check(kernels, problem, 1)
 
 
-@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_that_shares_would_take_out_of_halves_are_attended(
-    kernels: ctypes.CDLL, coding: Coding
+    kernels: ctypes.CDLL, kind: Kind
 ) -> None:
-    problem = problem_of(coding, [2048, 640], [33, 0])
+    problem = problem_of(kind, [2048, 640], [33, 0])
     louden(problem, 2000)
     attend_and_check(kernels, problem, 2)

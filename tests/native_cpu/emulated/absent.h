@@ -10,6 +10,7 @@ const void* decode_kernel_scored(bool) { return nullptr; }
 const void* decode_kernel_float8(bool) { return nullptr; }
 #ifndef KVLATHE_HAS_BYTES
 const void* decode_kernel_bytes(bool, bool) { return nullptr; }
+const void* decode_kernel_key_pages(bool) { return nullptr; }
 #endif
 const void* decode_kernel_wide(bool) { return nullptr; }
 const void* bundled_kernel_16(bool) { return nullptr; }

@@ -44,8 +44,11 @@ const void* decode_kernel_general(bool, bool named) {
 const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_float8(bool) { return launcher<Float8Params>(); }
 const void* decode_kernel_bytes(bool, bool floats) {
-  return floats ? launcher_of<attend_bytes<HostHalf, Coding::kFloat8>>()
-                : launcher_of<attend_bytes<HostHalf, Coding::kAffine>>();
+  return floats ? launcher_of<attend_bytes<HostHalf, ByteParams<Coding::kFloat8>>>()
+                : launcher_of<attend_bytes<HostHalf, ByteParams<Coding::kAffine>>>();
+}
+const void* decode_kernel_key_pages(bool) {
+  return launcher_of<attend_bytes<HostHalf, KeyPageParams>>();
 }
 const void* decode_kernel_wide(bool) { return launcher<Wide256>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }

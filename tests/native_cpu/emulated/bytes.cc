@@ -2,11 +2,11 @@
 // calls are host memory.
 #define KVLATHE_FIBERS
 #define KVLATHE_HAS_BYTES
-#include "absent.h"
 #include "cuda/cache/spread.cu"
 #include "cuda/decode/attend_bytes.cuh"
 #include "cuda/decode/attend_decode.cu"
 #include "cuda/decode/plan.cu"
+#include "absent.h"
 #include "host_half.h"
 
 namespace kvlathe::cuda {
@@ -14,32 +14,30 @@ namespace {
 
 inline int calls_of_bytes = 0, multiprocessors = 0;
 
-template <class E> const void *bytes(bool floats) {
-  return floats ? launcher_of<attend_bytes<E, Coding::kFloat8>>()
-                : launcher_of<attend_bytes<E, Coding::kAffine>>();
-}
-
-} // namespace
-
-const void *decode_kernel_codes(bool, bool, int, int) { return nullptr; }
-const void *decode_kernel_alone(bool, bool, int, int) { return nullptr; }
-const void *decode_kernel_bytes(bool, bool floats) {
+template <class P>
+const void* bytes() {
   ++calls_of_bytes;
-  return bytes<HostHalf>(floats);
+  return launcher_of<attend_bytes<HostHalf, P>>();
 }
 
-} // namespace kvlathe::cuda
+}  // namespace
+
+const void* decode_kernel_codes(bool, bool, int, int) { return nullptr; }
+const void* decode_kernel_alone(bool, bool, int, int) { return nullptr; }
+const void* decode_kernel_bytes(bool, bool floats) {
+  return floats ? bytes<ByteParams<Coding::kFloat8>>() : bytes<ByteParams<Coding::kAffine>>();
+}
+const void* decode_kernel_key_pages(bool) { return bytes<KeyPageParams>(); }
+
+}  // namespace kvlathe::cuda
 
 // From now on: as many multiprocessors of 9.0, where calls may overlap. Kernels
 // still copy as on 8.0.
 extern "C" void become(int32_t sms) {
   kvlathe::cuda::multiprocessors = sms;
   other_device = [](cudaDeviceAttr which) {
-    if (which == cudaDevAttrComputeCapabilityMajor)
-      return 9;
-    return which == cudaDevAttrMultiProcessorCount
-               ? kvlathe::cuda::multiprocessors
-               : int(which);
+    if (which == cudaDevAttrComputeCapabilityMajor) return 9;
+    return which == cudaDevAttrMultiProcessorCount ? kvlathe::cuda::multiprocessors : int(which);
   };
 }
 

@@ -1,5 +1,5 @@
 // Decode attention over rows of bytes: sealed pages whose K and V are [token][rank] in codes of 8
-// bits, and a token of each is one group. It is the kernel of 16-bit parts (attend_decode.cuh) with
+// bits, and a token of each is one group; or those whose V is so, and K by channel of a page. It is the kernel of 16-bit parts (attend_decode.cuh) with
 // rows of half the bytes: they are copied, and lie in shared memory, as 16-bit rows of half the rank
 // would, 16 tokens at a time. Codes become halves in registers (byte_numbers.cuh). A token's scale
 // leaves the sum of QK^T, and for PV goes into its share, so the products take what the codes are.
@@ -69,18 +69,53 @@ struct ByteState : SoftmaxState<kNarrowRank / 16> {
   }
 
   // Raises m to cover s, and makes the unit of o so large that shares times `worth` fit halves.
-  __device__ void raise_both(float (&s)[4], float (&worth)[2]) {
+  template <int kUnits>
+  __device__ void raise_both(float (&s)[kUnits][4], float (&worth)[kUnits][2]) {
     const float before[2] = {m[0], m[1]};
-    raise(reinterpret_cast<float (&)[1][4]>(s));
+    this->raise(s);
 #pragma unroll
     for (int i = 0; i < 2; ++i) rest[i] *= m[i] == before[i] ? 1.f : exp2_fast(before[i] - m[i]);
-    float most = fmaxf(worth[0], worth[1]);
+    float most = largest(worth);
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     if (most <= kMostWorth) return;
     const float by = power_inverse(power_below(most)) * (kMostWorth / 2);
-    inverse *= by, worth[0] *= by, worth[1] *= by;
+    inverse *= by;
+#pragma unroll
+    for (auto& pair : worth) pair[0] *= by, pair[1] *= by;
     scale_sums(by);
+  }
+
+  // Turns the scores of units of 16 tokens (-inf where masked) into shares times `worth`, as second
+  // factors of products. least: what the minima are of each token.
+  template <int kUnits>
+  __device__ void weigh_bytes(float (&s)[kUnits][4], float (&worth)[kUnits][2],
+                              const float (&least)[kUnits][2], uint32_t (&p)[kUnits][2]) {
+    const bool above = this->most_of(s, 0) > m[0] + kSlack || this->most_of(s, 1) > m[1] + kSlack ||
+                       largest(worth) > kMostWorth;
+    if (__any_sync(~0u, above)) raise_both(s, worth);
+#pragma unroll
+    for (int b = 0; b < kUnits; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s[b][i];
+        x = exp2_fast(x - m[i % 2]);
+        l[i % 2] += x;
+        if constexpr (has_minimum(kCoding)) rest[i % 2] = fmaf(x, least[b][i / 2], rest[i % 2]);
+        x *= worth[b][i / 2];
+      }
+      p[b][0] = transposed(Half::pack(s[b][0], s[b][1]));
+      p[b][1] = transposed(Half::pack(s[b][2], s[b][3]));
+    }
+  }
+
+ private:
+  template <int kUnits>
+  __device__ static float largest(const float (&worth)[kUnits][2]) {
+    float most = fmaxf(worth[0][0], worth[0][1]);
+#pragma unroll
+    for (int b = 1; b < kUnits; ++b) most = fmaxf(most, fmaxf(worth[b][0], worth[b][1]));
+    return most;
   }
 };
 
@@ -89,11 +124,12 @@ struct ByteState : SoftmaxState<kNarrowRank / 16> {
 struct ByteQueries {
   float factor[2], sum[2];
 
-  template <class E>
+  // kByChannel: K is by channel.
+  template <class E, bool kByChannel>
   __device__ void set(Lane16<kNarrowRank / 16>& lane16, uint32_t queries, int group, int rank_k,
                       int rank_v, float scale_log2) {
     const int lane = threadIdx.x % 32, query = lane / 4;
-    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * 8;
+    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * (kByChannel ? 4 : 8);
     const auto over_row = [](float x, auto join) {
       x = join(x, __shfl_xor_sync(~0u, x, 1));
       return join(x, __shfl_xor_sync(~0u, x, 2));
@@ -102,7 +138,11 @@ struct ByteQueries {
 #pragma unroll
     for (int j = 0; j < Lane16<kNarrowRank / 16>::kSteps; ++j) {
       lane16.q[j][0] = lane16.q[j][1] = 0;
-      if (query < group && j * 16 < rank_k) load_vector(lane16.q[j], row + j * 32);
+      if (query >= group || j * 16 >= rank_k) continue;
+      if constexpr (kByChannel)
+        lane16.q[j][0] = load_word(row + j * 32), lane16.q[j][1] = load_word(row + j * 32 + 16);
+      else
+        load_vector(lane16.q[j], row + j * 32);
     }
     if constexpr (!HalfOf<E>::kSame) {  // of a power of two below the row's largest number
       float most = 0.f;
@@ -128,9 +168,10 @@ struct ByteQueries {
       sum[i] = __shfl_sync(~0u, own, from);
       factor[i] = __shfl_sync(~0u, power, from) * scale_log2;
     }
-    lane16.k.set(rank_k / 2, lane % 16, lane / 16);
-    lane16.v.set(rank_v / 2, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    lane16.steps_k = pinned(rank_k / 32), lane16.steps_v = pinned(rank_v / 32);
+    lane16.k.set(kByChannel ? kChunkTokens / 2 : rank_k / 2, lane % 16, lane / 16);
+    const int row_v = kByChannel ? 2 * (lane % 8) + lane / 16 : lane / 16 * 8 + lane % 8;
+    lane16.v.set(rank_v / 2, row_v, lane / 8 % 2);
+    lane16.steps_k = pinned(rank_k / (kByChannel ? 16 : 32)), lane16.steps_v = pinned(rank_v / 32);
   }
 
  private:
@@ -141,6 +182,26 @@ struct ByteQueries {
   }
 };
 
+// Adds V of 16 tokens, whose shares are p.
+template <class E, Coding kCoding>
+__device__ __forceinline__ void add_byte_values(float (&o)[kNarrowRank / 16][4],
+                                                const Lane16<kNarrowRank / 16>& lane16, uint32_t v,
+                                                const uint32_t (&p)[2]) {
+  using Numbers = ByteNumbers<kCoding>;
+  uint32_t a[4];
+#pragma unroll
+  for (int j = 0; j < kNarrowRank / 32; ++j) {
+    if (j >= lane16.steps_v) break;
+    load_matrices_transposed(a, lane16.v(v, j));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t values[4] = {Numbers::value(a[h], 0), Numbers::value(a[h], 1),
+                                  Numbers::value(a[2 + h], 0), Numbers::value(a[2 + h], 1)};
+      HalfOf<E>::type::multiply(o[2 * j + h], values, p[0], p[1]);
+    }
+  }
+}
+
 // One unit, of which the first `rows` tokens exist. meta_k, meta_v: where its metadata lie.
 template <class E, Coding kCoding>
 __device__ __forceinline__ void attend_byte_unit(ByteState<kCoding>& state,
@@ -150,7 +211,7 @@ __device__ __forceinline__ void attend_byte_unit(ByteState<kCoding>& state,
   using Numbers = ByteNumbers<kCoding>;
   using Product = typename HalfOf<E>::type;
   constexpr int kStrips = kNarrowRank / 32;
-  float sums[2][4] = {}, s[4], worth[2], least[2];
+  float sums[2][4] = {}, s[1][4], worth[1][2], least[1][2];
   uint32_t a[4];
 #pragma unroll
   for (int j = 0; j < kStrips; ++j) {
@@ -174,35 +235,14 @@ __device__ __forceinline__ void attend_byte_unit(ByteState<kCoding>& state,
       float x = (sums[0][2 * e + i] + sums[1][2 * e + i]) * of_k.scale;
       if constexpr (has_minimum(kCoding))
         x = fmaf(queries.sum[i], fmaf(-Numbers::kOfKeys, of_k.scale, of_k.minimum), x);
-      s[2 * e + i] = there ? x * queries.factor[i] : -INFINITY;
+      s[0][2 * e + i] = there ? x * queries.factor[i] : -INFINITY;
     }
-    worth[e] = there ? of_v.scale * state.inverse : 0.f;
-    least[e] = there ? fmaf(Numbers::kOfValues, of_v.scale, of_v.minimum) : 0.f;
+    worth[0][e] = there ? of_v.scale * state.inverse : 0.f;
+    least[0][e] = there ? fmaf(Numbers::kOfValues, of_v.scale, of_v.minimum) : 0.f;
   }
-  const bool above = fmaxf(s[0], s[2]) > state.m[0] + kSlack ||
-                     fmaxf(s[1], s[3]) > state.m[1] + kSlack ||
-                     fmaxf(worth[0], worth[1]) > kMostWorth;
-  if (__any_sync(~0u, above)) state.raise_both(s, worth);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    s[i] = exp2_fast(s[i] - state.m[i % 2]);
-    state.l[i % 2] += s[i];
-    if constexpr (has_minimum(kCoding))
-      state.rest[i % 2] = fmaf(s[i], least[i / 2], state.rest[i % 2]);
-    s[i] *= worth[i / 2];
-  }
-  const uint32_t p0 = transposed(Half::pack(s[0], s[1])), p1 = transposed(Half::pack(s[2], s[3]));
-#pragma unroll
-  for (int j = 0; j < kStrips; ++j) {
-    if (j >= lane16.steps_v) break;
-    load_matrices_transposed(a, lane16.v(v, j));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t values[4] = {Numbers::value(a[h], 0), Numbers::value(a[h], 1),
-                                  Numbers::value(a[2 + h], 0), Numbers::value(a[2 + h], 1)};
-      Product::multiply(state.o[2 * j + h], values, p0, p1);
-    }
-  }
+  uint32_t p[1][2];
+  state.weigh_bytes(s, worth, least, p);
+  add_byte_values<E, kCoding>(state.o, lane16, v, p[0]);
 }
 
 // `rows` tokens of a tile of `units` units: K | V | metadata of K | metadata of V.
@@ -221,10 +261,85 @@ __device__ __forceinline__ void attend_byte_tile(ByteState<kCoding>& state,
   }
 }
 
-template <class E, Coding kCoding>
-__global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
-    attend_bytes(const __grid_constant__ ByteParams<kCoding> p) {
-  using P = ByteParams<kCoding>;
+// Scores of a page of 64 tokens whose K is by channel: [rank][token], then a scale and a minimum a
+// channel. A row of fragment b is token 16 b + 2 g, or the one after it. The scales go into the queries,
+// and what else is the same for all tokens is one product beside them:
+//
+//   s = q' (1024 + c) - 1024 q' + minimum q,   q' = scale q
+template <class E>
+__device__ __forceinline__ void score_key_page(float (&s)[kPairs][4],
+                                               const Lane16<kNarrowRank / 16>& lane16,
+                                               const ByteQueries& queries, uint32_t k) {
+  using Product = typename HalfOf<E>::type;
+  constexpr uint32_t kLess = 0xe400e400;  // -1024, twice
+  const uint32_t less[4] = {kLess, kLess, kLess, kLess};
+  uint32_t meta = k + lane16.steps_k * 16 * kChunkTokens + threadIdx.x % 4 * 2 * kPairBytes;
+  float rest[4] = {};
+#pragma unroll
+  for (int b = 0; b < kPairs; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+#pragma unroll
+  for (int j = 0; j < kNarrowRank / 16; ++j) {
+    if (j >= lane16.steps_k) break;
+    uint32_t scaled[2], minima[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t pair[2];
+      load_vector(pair, meta + (16 * j + 8 * h) * kPairBytes);
+      scaled[h] = fma_halves(lane16.q[j][h], picked_bytes(pair[0], pair[1], 0x5410), 0x80008000);
+      minima[2 * h] = minima[2 * h + 1] = picked_bytes(pair[0], pair[1], 0x7632);
+    }
+    Product::multiply(rest, minima, lane16.q[j][0], lane16.q[j][1]);
+    Product::multiply(rest, less, scaled[0], scaled[1]);
+#pragma unroll
+    for (int half = 0; half < kPairs / 2; ++half) {
+      uint32_t a[4];
+      load_matrices_transposed(a, lane16.k(k, half) + 16 * j * kChunkTokens);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t keys[4] = {token_of_pair(a[2 * h], 0), token_of_pair(a[2 * h], 1),
+                                  token_of_pair(a[2 * h + 1], 0), token_of_pair(a[2 * h + 1], 1)};
+        Product::multiply(s[2 * half + h], keys, scaled[0], scaled[1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < kPairs; ++b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[b][i] = (s[b][i] + rest[i]) * queries.factor[i % 2];
+  }
+}
+
+// V of such a page, of which the first `rows` tokens exist: [token][rank], then their metadata.
+template <class E>
+__device__ __forceinline__ void add_value_page(ByteState<Coding::kAffine>& state,
+                                               const Lane16<kNarrowRank / 16>& lane16, uint32_t v,
+                                               float (&s)[kPairs][4], int rows) {
+  using Numbers = ByteNumbers<Coding::kAffine>;
+  const uint32_t meta = v + lane16.steps_v * 32 * kChunkTokens;
+  float worth[kPairs][2], least[kPairs][2];
+  uint32_t p[kPairs][2];
+#pragma unroll
+  for (int b = 0; b < kPairs; ++b) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int token = 16 * b + threadIdx.x % 32 / 4 * 2 + e;
+      const ByteGrid grid = Numbers::grid(meta, token);
+      const bool there = token < rows;
+      if (!there) s[b][2 * e] = s[b][2 * e + 1] = -INFINITY;
+      worth[b][e] = there ? grid.scale * state.inverse : 0.f;
+      least[b][e] = there ? fmaf(Numbers::kOfValues, grid.scale, grid.minimum) : 0.f;
+    }
+  }
+  state.weigh_bytes(s, worth, least, p);
+#pragma unroll
+  for (int b = 0; b < kPairs; ++b)
+    add_byte_values<E, Coding::kAffine>(state.o, lane16, v + b * lane16.steps_v * 512, p[b]);
+}
+
+// P: ByteParams.
+template <class E, class P>
+__global__ void __launch_bounds__(byte_warps<P>() * 32, kBlocksPerSM)
+    attend_bytes(const __grid_constant__ P p) {
   constexpr int kParts = P::kParts;
   KVLATHE_DYNAMIC_SHARED(shared);  // rings of the warps | merge buffer
   __shared__ Block<kParts> block;
@@ -251,7 +366,7 @@ __global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
     if (plan.some_empty) write_empty<E>(p, crew);
     if (!plan.any) return;
   }
-  ByteState<kCoding> state;
+  ByteState<P::kCoding> state;
   state.clear();
   Lane16<kNarrowRank / 16> lane16;
   ByteQueries queries;
@@ -276,11 +391,22 @@ __global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
   const auto take = [&](Turn&, int part, const HeadParams<kParts>& at, uint32_t rows) {
     enter(is_byte(p.part[part].bits));
     if (coded)
-      queries.set<E>(lane16, rows, p.group_size, at.rank_k, at.rank_v, p.scale_log2);
+      queries.template set<E, P::kKeyPages>(lane16, rows, p.group_size, at.rank_k, at.rank_v,
+                                            p.scale_log2);
     else
       lane16.set(rows, p.group_size, at.rank_k, at.rank_v);
   };
   const auto attend = [&](Turn& turn, int now) {
+    if constexpr (P::kKeyPages) {
+      if (coded) {  // the two halves of a tile
+        float s[kPairs][4];
+        score_key_page<E>(s, lane16, queries, ring.wait_oldest(turn.bytes));
+        ring.drop_oldest(turn.bytes);
+        add_value_page<E>(state, lane16, ring.wait_oldest(turn.bytes), s,
+                          turn.length - now * kChunkTokens);
+        return ring.drop_oldest(turn.bytes);
+      }
+    }
     const uint32_t tile = ring.wait_oldest(turn.bytes);
     const int rows = min(turn.units * kRowTokens, turn.length - now * kRowTokens);
     if (coded)

@@ -102,14 +102,14 @@ struct Launch {
 template <class P>
 Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int columns) {
   int widest = 0, elements = 0;
-  const bool codes = p.codes_bytes > 0;  // of calls with codes alone
+  const bool one = p.codes_bytes > 0 || P::kKeyPages;  // of calls with codes alone
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
-      widest = std::max(widest, ring_room(lane.tile_bytes));
+      widest = std::max(widest, (P::kKeyPages ? 2 : 1) * ring_room(lane.tile_bytes));
     if (!P::kAlone) elements = std::max(elements, columns * p.head[h].rank_v);
     widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
-  for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
+  for (int halves = one ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = P::kBlocks; blocks >= 1; --blocks) {
       // A tile of a wide call may leave no room for a second warp.
       const auto fewer = [](int warps) { return P::kWide && warps == 2 ? 1 : warps - 2; };
@@ -293,17 +293,16 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   const int bits = bits_of_codes(a);
   if (a.flags & KVLATHE_BUNDLES) return decided_bundled(a, heads, device, wide, bits, body);
-  if (proves_bytes() && is_of_bytes(a, heads)) {
-    const bool floats = any_float8(a);
-    const void* kernel = decode_kernel_bytes(half, floats);
-    if (floats)
-      body(decide(kernel, decode_params_of<ByteParams<Coding::kFloat8>>(a, heads, 1), a, device,
-                  kByteWarps));
-    else
-      body(decide(kernel, decode_params_of<ByteParams<Coding::kAffine>>(a, heads, 1), a, device,
-                  kByteWarps));
-    return;
+  const auto bytes = [&](const void* kernel, auto kind) {
+    using P = decltype(kind);
+    body(decide(kernel, decode_params_of<P>(a, heads, 1), a, device, byte_warps<P>()));
+  };
+  if (proves_bytes() && is_of_bytes(a, heads, false)) {
+    if (any_float8(a)) return bytes(decode_kernel_bytes(half, true), ByteParams<Coding::kFloat8>{});
+    return bytes(decode_kernel_bytes(half, false), ByteParams<Coding::kAffine>{});
   }
+  if (proves_bytes() && is_of_bytes(a, heads, true))
+    return bytes(decode_kernel_key_pages(half), KeyPageParams{});
   if (any_float8(a)) return general(decode_kernel_float8(half), Float8Params{});
   if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))

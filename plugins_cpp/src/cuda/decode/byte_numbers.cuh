@@ -33,6 +33,11 @@ __device__ inline float power_inverse(float x) {
   return __uint_as_float(0x7f000000 - __float_as_uint(x));
 }
 
+// Codes of a token in two channels, as halves 1024 + c: of two tokens that lie side by side.
+__device__ inline uint32_t token_of_pair(uint32_t x, int token) {
+  return picked_bytes(x, 0x64646464, token ? 0x4341 : 0x4240);
+}
+
 struct ByteGrid {
   float scale, minimum;
 };

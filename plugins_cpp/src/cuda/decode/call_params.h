@@ -33,19 +33,28 @@ inline bool is_general(const kvlathe_attend_decode_args& a) {
          });
 }
 
-// Whether a part's K and V are rows of bytes, one group a token.
-inline bool has_byte_rows(const kvlathe_part& part, const std::vector<Head>& heads) {
-  return is_byte(part.bits_k) && is_byte(part.bits_v) && part.axis_k == part.axis_v &&
-         part.axis_k != KVLATHE_AXIS_TOKEN && !part.hidden &&
-         std::all_of(heads.begin(), heads.end(), [&part](const Head& head) {
-           return head.rank_k % 32 == 0 && head.rank_v % 32 == 0 && head.rank_k <= part.group_k &&
-                  head.rank_v <= part.group_v;
+// Whether a part's V, and its K, are rows of bytes, one group a token. key_pages: or its K is by
+// channel, in groups that are pages.
+inline bool has_byte_rows(const kvlathe_part& part, const std::vector<Head>& heads,
+                          bool key_pages) {
+  const bool alike = key_pages
+                         ? part.axis_v == KVLATHE_AXIS_RANK && part.axis_k == KVLATHE_AXIS_TOKEN &&
+                               part.group_k == kChunkTokens
+                         : part.axis_v != KVLATHE_AXIS_TOKEN && part.axis_k == part.axis_v;
+  return is_byte(part.bits_k) && is_byte(part.bits_v) && alike && !part.hidden &&
+         std::all_of(heads.begin(), heads.end(), [&](const Head& head) {
+           return head.rank_k % 32 == 0 && head.rank_v % 32 == 0 && head.rank_v <= part.group_v &&
+                  (key_pages || head.rank_k <= part.group_k);
          });
 }
 
 // Whether attend_bytes takes the call.
-inline bool is_of_bytes(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
-  const auto of_bytes = [&](const kvlathe_part& part) { return has_byte_rows(part, heads); };
+inline bool is_of_bytes(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+                        bool key_pages) {
+  if (key_pages && a.page_tokens != kChunkTokens) return false;
+  const auto of_bytes = [&](const kvlathe_part& part) {
+    return has_byte_rows(part, heads, key_pages);
+  };
   const kvlathe_part* const end = a.parts + a.part_count;
   return a.part_count <= 2 && !is_scored(a) && !is_wide(a) && !(a.flags & KVLATHE_BUNDLES) &&
          std::any_of(a.parts, end, of_bytes) && std::all_of(a.parts, end, [&](const auto& part) {
@@ -92,6 +101,21 @@ inline LaneParams lane_params_rows(const LaneRow& row, int32_t units_per_page,
           place(row.v_meta),
           uint16_t(bytes / kWeight),
           uint8_t(units),
+          0};
+}
+
+// A page in two halves: K by channel, and V in rows of bytes. A tile of the ring is one of them.
+inline LaneParams lane_params_halves(const LaneRow& row) {
+  const int32_t k = row.rank_k * (kChunkTokens + kPairBytes),
+                v = kChunkTokens * (row.rank_v + kPairBytes);
+  return {row.k,
+          row.v,
+          k + v,
+          std::max(k, v),
+          uint16_t((row.k_meta - row.k) / 16),
+          uint16_t((row.v_meta - row.k) / 16),
+          uint16_t((k + v) / kWeight),
+          1,
           0};
 }
 
@@ -177,7 +201,8 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   p.least_block_weight = kLeastBlockWeight;
   bool any_codes = false;
   for (int i = 0; i < kParts; ++i) {
-    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general, P::kByteRows);
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general,
+                            P::kByteRows && !P::kKeyPages);
     any_codes |= is_quantized(p.part[i].bits) && !P::kByteRows;
   }
   for (size_t h = 0; h < heads.size(); ++h) {
@@ -194,7 +219,8 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
       const bool codes = any_quantized(a.parts[i]);
       LaneParams& lane = p.head[h].lane[slot];
       const int32_t meta_bytes = codes ? P::kMetaBytes : 0;
-      lane = codes && !P::kByteRows
+      lane = codes && P::kKeyPages ? lane_params_halves(*head.lane[i])
+             : codes && !P::kByteRows
                  ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                  : lane_params_rows(*head.lane[i], p.part[i].units_per_page, meta_bytes);
       if (any_codes || general)

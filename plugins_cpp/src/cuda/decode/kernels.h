@@ -27,7 +27,8 @@ const void* decode_kernel_float8(bool half);  // takes Float8Params: floats of 8
 
 // Takes ByteParams. floats: of 8 bits.
 const void* decode_kernel_bytes(bool half, bool floats);
-const void* decode_kernel_wide(bool half);  // takes Wide256
+const void* decode_kernel_key_pages(bool half);  // takes KeyPageParams
+const void* decode_kernel_wide(bool half);       // takes Wide256
 
 // Of calls with bundles: 16 bit, codes as in decode_kernel_codes, and all others.
 using Bundled16 = Bundled<Params<KVLATHE_MAX_SLOTS>, kMaxGroup>;

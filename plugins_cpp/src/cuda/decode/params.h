@@ -130,7 +130,7 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr bool kBundled = false;
   static constexpr bool kAlone = false;
   // Whether parts of 8 bits are rows of bytes (attend_bytes.cuh), and then bytes of a token's metadata.
-  static constexpr bool kByteRows = false;
+  static constexpr bool kByteRows = false, kKeyPages = false;
   static constexpr int kMetaBytes = 0;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   // The widest ranks, and blocks of a multiprocessor.
@@ -168,12 +168,20 @@ struct AloneParams : Params<2> {
   static constexpr bool kAlone = true;
 };
 
-// Of calls whose codes are rows of bytes: a unit of such a part has 16 tokens.
-template <Coding kCoding>
+// Of calls whose codes are rows of bytes: a unit of such a part has 16 tokens. kKeyPages: K is by
+// channel. A unit has 64 tokens then, which is a page, and is fetched in two halves: K and V.
+template <Coding kCoding_, bool kKeyPages_ = false>
 struct ByteParams : Params<2> {
   static constexpr bool kByteRows = true, kHides = true;  // a block may have few threads
+  static constexpr bool kKeyPages = kKeyPages_;
+  static constexpr Coding kCoding = kCoding_;
   static constexpr int kMetaBytes = 2 * metadata_halves(kCoding);
 };
+using KeyPageParams = ByteParams<Coding::kAffine, true>;
+template <class P>
+KVLATHE_ANYWHERE constexpr int byte_warps() {
+  return P::kKeyPages ? kMaxWarps / 2 : kByteWarps;
+}
 
 // What the kernel of general calls (attend_general.cuh) is told beside that. A part has the bits
 // kGeneral where one of its sides has codes. A unit is then the slab of a page, as of a quantized

@@ -194,6 +194,7 @@ struct Producer : Feed {
   // Addresses are worked out for 32 tiles at a time, or for 32 quantized pages: one for each lane.
   const char* from;           // where this lane's tile or page begins; 16 bit: its K
   int delta_v;                // 16 bit: from there to V
+  bool second_half = false;   // of a tile in halves: K is fetched, and V is next
   PageIds<kParks> later_ids;  // of what is this lane's after the 32
   PageIds<kParks> ahead_ids;  // of what is this lane's in the run ahead
 
@@ -345,7 +346,10 @@ struct Producer : Feed {
         piece_bytes = kPieceTokens * at.rank_k;
       }
       const int halved = in_bytes(ahead.now_head, ahead.part);
-      if (!kQuantized) copies.set(at.rank_k >> halved, at.rank_v >> halved, units);
+      if (P::kKeyPages && halved)
+        copies.set(kChunkTokens / 2, at.rank_v / 2, 1);
+      else if (!kQuantized)
+        copies.set(at.rank_k >> halved, at.rank_v >> halved, units);
       // The page ids are in the copy group of the queries of the run that ends here, and a tile's
       // group came after it. On GPUs without bulk copies this waits for tiles, too.
       if constexpr (kParks) wait_copy_groups<1>();
@@ -397,6 +401,10 @@ struct Producer : Feed {
       }
       fetch(to);
       close_copy_group();
+      if (P::kKeyPages && in_bytes(runs.now_head, runs.now_part)) {
+        second_half = !second_half;
+        if (second_half) continue;
+      }
       unit += stride;
       if (unit >= last) {
         take();
@@ -483,6 +491,9 @@ struct Producer : Feed {
     if (tile_pages) return fetch_pages(to);
     const char* k =
         reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
+    if constexpr (P::kKeyPages) {
+      if (in_bytes(runs.now_head, runs.now_part)) return fetch_half(to, k);
+    }
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
     const int rows = tokens_of<P>(runs.now_length) - unit * kRowTokens;
     if constexpr (kQuantized) {
@@ -498,6 +509,25 @@ struct Producer : Feed {
       if (in_bytes(runs.now_head, runs.now_part)) fetch_meta(to + (copies.k + copies.v) * 512, k);
     }
     ++taken;
+  }
+
+  // Fetches a half of a page: K [rank][64 tokens] or V [64 tokens][rank], and its metadata.
+  __device__ void fetch_half(uint32_t to, const char* page) {
+    const auto& head = p.head[runs.now_head];
+    const LaneParams& lane = head.lane[runs.now_part];
+    const int rank = second_half ? head.rank_v : head.rank_k, own = threadIdx.x % 32 * 16;
+    const char* from = page + (second_half ? lane.v - lane.k : 0);
+    // A pattern of the swizzle: 16 tokens of V; of K every copy of 512 bytes.
+    const int count = second_half ? copies.v : kMostCopies;
+    const uint32_t bits = second_half ? copies.bits_v : copies.bits_k;
+#pragma unroll 1
+    for (int left = rank / 8, at = own; left > 0; left -= count, at += 512 * count)
+      copy_part<true>(to + at, from + at, bits, min(count, left), 0);
+    const int bytes = (second_half ? kChunkTokens : rank) * kPairBytes;
+    if (own < bytes)
+      copy16(to + rank * kChunkTokens + own,
+             page + 16 * (second_half ? lane.v_meta : lane.k_meta) + own, true);
+    taken += second_half;
   }
 
   // Fetches the metadata of a tile of rows of bytes, of K and then of V. k: where its K begins.
