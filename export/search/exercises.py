@@ -41,6 +41,9 @@ DRAWS = 2
 WEIGHT = 0.1
 """Weight of an exercise's price beside text: margins that move by a third of themselves
 (a mean square of 0.1) count as 0.01 nats."""
+TOGETHER = 4
+"""Windows of many heads move margins together: their mean square is 2 to 4 times the sum
+of what each does alone (docs/history/auto.md). Roundings and text have no such excess."""
 FEW = 4
 """An exercise with fewer places that depend on the first copy is not taken."""
 
@@ -163,7 +166,7 @@ def exercises(
     for exercise, places in taken:
         answer = [exercise.ids[place] for place in places]
         rows = [place - 1 for place in places]
-        weight = WEIGHT / (total * DRAWS)
+        weight = WEIGHT * (TOGETHER if far else 1) / (total * DRAWS)
         scored = rows, margin_score(answer), DRAWS, weight
         readings.append(Reading(exercise.ids, *scored, far, gaps))
     return readings

@@ -129,7 +129,7 @@ def spread_over(layer_windows: Sequence[int]) -> bool:
     return not any(layer_windows)
 
 
-PRICED = 6
+PRICED = 7
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
