@@ -28,9 +28,8 @@ def gpu(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-def attend(gpu: Library, problem: CodesProblem, flags: int = 0) -> torch.Tensor:
+def attend(gpu: Library, problem: CodesProblem, flags: int = 0) -> None:
     run(gpu, problem, 2, flags)
-    return problem.o[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -41,10 +40,9 @@ def test_rows_of_bytes_are_attended(
 ) -> None:
     """Empty sequences, those of one token, and pairs of many blocks."""
     problem = problem_of(kind, *BATCHES[name], dtype=dtype, device="cuda")
-    first = attend(gpu, problem)
-    check(problem)
-    for flags in (OVERLAP, OVERLAP | APPENDED):
-        assert attend(gpu, problem, flags).equal(first)
+    for flags in (0, OVERLAP, OVERLAP | APPENDED):
+        attend(gpu, problem, flags)
+        check(problem)
 
 
 @pytest.mark.parametrize(("kind", "group", "page"), SHAPES)

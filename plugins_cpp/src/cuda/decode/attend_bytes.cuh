@@ -1,8 +1,9 @@
-// Decode attention over rows of bytes: sealed pages whose K and V are [token][rank] in codes of 8
-// bits, and a token of each is one group; or those whose V is so, and K by channel of a page. It is the kernel of 16-bit parts (attend_decode.cuh) with
-// rows of half the bytes: they are copied, and lie in shared memory, as 16-bit rows of half the rank
-// would, 16 tokens at a time. Codes become halves in registers (byte_numbers.cuh). A token's scale
-// leaves the sum of QK^T, and for PV goes into its share, so the products take what the codes are.
+// Decode attention over rows of bytes: sealed pages whose V is [token][rank] in codes of 8 bits, and a
+// token is one group. K is likewise, or [rank][token] with a channel of a page as a group. It is the
+// kernel of 16-bit parts (attend_decode.cuh) with rows of half the bytes: they are copied, and lie in
+// shared memory, as 16-bit rows of half the rank would, 64 tokens of K and then of V. Codes become
+// halves in registers (byte_numbers.cuh). Scales of tokens leave the sum of QK^T, and for PV go into
+// their shares, so the products take what the codes are.
 #pragma once
 
 #include "cuda/decode/attend_decode.cuh"
@@ -202,62 +203,41 @@ __device__ __forceinline__ void add_byte_values(float (&o)[kNarrowRank / 16][4],
   }
 }
 
-// One unit, of which the first `rows` tokens exist. meta_k, meta_v: where its metadata lie.
+// Scores of 64 tokens whose K is [token][rank], and then their metadata. A row of fragment b is token
+// 16 b + g, or that + 8. Those of tokens that do not exist may be anything.
 template <class E, Coding kCoding>
-__device__ __forceinline__ void attend_byte_unit(ByteState<kCoding>& state,
-                                                 const Lane16<kNarrowRank / 16>& lane16,
-                                                 const ByteQueries& queries, uint32_t k, uint32_t v,
-                                                 uint32_t meta_k, uint32_t meta_v, int rows) {
+__device__ __forceinline__ void score_key_rows(float (&s)[kPairs][4],
+                                               const Lane16<kNarrowRank / 16>& lane16,
+                                               const ByteQueries& queries, uint32_t k) {
   using Numbers = ByteNumbers<kCoding>;
-  using Product = typename HalfOf<E>::type;
-  constexpr int kStrips = kNarrowRank / 32;
-  float sums[2][4] = {}, s[1][4], worth[1][2], least[1][2];
-  uint32_t a[4];
+  const uint32_t meta = k + lane16.steps_k * 32 * kChunkTokens;
 #pragma unroll
-  for (int j = 0; j < kStrips; ++j) {
-    if (j >= lane16.steps_k) break;
-    load_matrices(a, lane16.k(k, j));
+  for (int b = 0; b < kPairs; ++b, k += lane16.steps_k * 512) {
+    float sums[2][4] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t keys[4] = {Numbers::key(a[2 * h], 0), Numbers::key(a[2 * h + 1], 0),
-                                Numbers::key(a[2 * h], 1), Numbers::key(a[2 * h + 1], 1)};
-      const uint32_t (&q)[2] = lane16.q[2 * j + h];
-      Product::multiply(sums[h], keys, q[0], q[1]);
+    for (int j = 0; j < kNarrowRank / 32; ++j) {
+      if (j >= lane16.steps_k) break;
+      uint32_t a[4];
+      load_matrices(a, lane16.k(k, j));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t keys[4] = {Numbers::key(a[2 * h], 0), Numbers::key(a[2 * h + 1], 0),
+                                  Numbers::key(a[2 * h], 1), Numbers::key(a[2 * h + 1], 1)};
+        const uint32_t (&q)[2] = lane16.q[2 * j + h];
+        HalfOf<E>::type::multiply(sums[h], keys, q[0], q[1]);
+      }
     }
-  }
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int row = threadIdx.x % 32 / 4 + 8 * e;
-    const bool there = row < rows;
-    const ByteGrid of_k = Numbers::grid(meta_k, row), of_v = Numbers::grid(meta_v, row);
+    for (int e = 0; e < 2; ++e) {
+      const ByteGrid grid = Numbers::grid(meta, 16 * b + threadIdx.x % 32 / 4 + 8 * e);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float x = (sums[0][2 * e + i] + sums[1][2 * e + i]) * of_k.scale;
-      if constexpr (has_minimum(kCoding))
-        x = fmaf(queries.sum[i], fmaf(-Numbers::kOfKeys, of_k.scale, of_k.minimum), x);
-      s[0][2 * e + i] = there ? x * queries.factor[i] : -INFINITY;
+      for (int i = 0; i < 2; ++i) {
+        float x = (sums[0][2 * e + i] + sums[1][2 * e + i]) * grid.scale;
+        if constexpr (has_minimum(kCoding))
+          x = fmaf(queries.sum[i], fmaf(-Numbers::kOfKeys, grid.scale, grid.minimum), x);
+        s[b][2 * e + i] = x * queries.factor[i];
+      }
     }
-    worth[0][e] = there ? of_v.scale * state.inverse : 0.f;
-    least[0][e] = there ? fmaf(Numbers::kOfValues, of_v.scale, of_v.minimum) : 0.f;
-  }
-  uint32_t p[1][2];
-  state.weigh_bytes(s, worth, least, p);
-  add_byte_values<E, kCoding>(state.o, lane16, v, p[0]);
-}
-
-// `rows` tokens of a tile of `units` units: K | V | metadata of K | metadata of V.
-template <class E, Coding kCoding>
-__device__ __forceinline__ void attend_byte_tile(ByteState<kCoding>& state,
-                                                 const Lane16<kNarrowRank / 16>& lane16,
-                                                 const ByteQueries& queries, uint32_t tile,
-                                                 int units, int rows) {
-  constexpr int kMeta = kRowTokens * ByteNumbers<kCoding>::kMetaBytes;
-  uint32_t k = tile, v = k + units * lane16.steps_k * 512,
-           meta_k = v + units * lane16.steps_v * 512;
-#pragma unroll 1
-  for (; rows > 0; rows -= kRowTokens) {
-    attend_byte_unit<E>(state, lane16, queries, k, v, meta_k, meta_k + units * kMeta, rows);
-    k += lane16.steps_k * 512, v += lane16.steps_v * 512, meta_k += kMeta;
   }
 }
 
@@ -309,20 +289,22 @@ __device__ __forceinline__ void score_key_page(float (&s)[kPairs][4],
   }
 }
 
-// V of such a page, of which the first `rows` tokens exist: [token][rank], then their metadata.
-template <class E>
-__device__ __forceinline__ void add_value_page(ByteState<Coding::kAffine>& state,
+// Adds V of 64 tokens, of which the first `rows` exist: [token][rank], and then their metadata.
+// kPaired: rows of the scores are those of score_key_page.
+template <class E, Coding kCoding, bool kPaired>
+__device__ __forceinline__ void add_value_rows(ByteState<kCoding>& state,
                                                const Lane16<kNarrowRank / 16>& lane16, uint32_t v,
                                                float (&s)[kPairs][4], int rows) {
-  using Numbers = ByteNumbers<Coding::kAffine>;
+  using Numbers = ByteNumbers<kCoding>;
   const uint32_t meta = v + lane16.steps_v * 32 * kChunkTokens;
+  const int own = threadIdx.x % 32 / 4 * (kPaired ? 2 : 1);
   float worth[kPairs][2], least[kPairs][2];
   uint32_t p[kPairs][2];
 #pragma unroll
   for (int b = 0; b < kPairs; ++b) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int token = 16 * b + threadIdx.x % 32 / 4 * 2 + e;
+      const int token = 16 * b + own + (kPaired ? e : 8 * e);
       const ByteGrid grid = Numbers::grid(meta, token);
       const bool there = token < rows;
       if (!there) s[b][2 * e] = s[b][2 * e + 1] = -INFINITY;
@@ -333,12 +315,12 @@ __device__ __forceinline__ void add_value_page(ByteState<Coding::kAffine>& state
   state.weigh_bytes(s, worth, least, p);
 #pragma unroll
   for (int b = 0; b < kPairs; ++b)
-    add_byte_values<E, Coding::kAffine>(state.o, lane16, v + b * lane16.steps_v * 512, p[b]);
+    add_byte_values<E, kCoding>(state.o, lane16, v + b * lane16.steps_v * 512, p[b]);
 }
 
 // P: ByteParams.
 template <class E, class P>
-__global__ void __launch_bounds__(byte_warps<P>() * 32, kBlocksPerSM)
+__global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
     attend_bytes(const __grid_constant__ P p) {
   constexpr int kParts = P::kParts;
   KVLATHE_DYNAMIC_SHARED(shared);  // rings of the warps | merge buffer
@@ -397,22 +379,20 @@ __global__ void __launch_bounds__(byte_warps<P>() * 32, kBlocksPerSM)
       lane16.set(rows, p.group_size, at.rank_k, at.rank_v);
   };
   const auto attend = [&](Turn& turn, int now) {
-    if constexpr (P::kKeyPages) {
-      if (coded) {  // the two halves of a tile
-        float s[kPairs][4];
-        score_key_page<E>(s, lane16, queries, ring.wait_oldest(turn.bytes));
-        ring.drop_oldest(turn.bytes);
-        add_value_page<E>(state, lane16, ring.wait_oldest(turn.bytes), s,
-                          turn.length - now * kChunkTokens);
-        return ring.drop_oldest(turn.bytes);
-      }
-    }
     const uint32_t tile = ring.wait_oldest(turn.bytes);
-    const int rows = min(turn.units * kRowTokens, turn.length - now * kRowTokens);
-    if (coded)
-      attend_byte_tile<E>(state, lane16, queries, tile, turn.units, rows);
-    else
+    if (coded) {  // its two halves
+      float s[kPairs][4];
+      if constexpr (P::kKeyPages)
+        score_key_page<E>(s, lane16, queries, tile);
+      else
+        score_key_rows<E, P::kCoding>(s, lane16, queries, tile);
+      ring.drop_oldest(turn.bytes);
+      add_value_rows<E, P::kCoding, P::kKeyPages>(state, lane16, ring.wait_oldest(turn.bytes), s,
+                                                  turn.length - now * kChunkTokens);
+    } else {
+      const int rows = min(turn.units * kRowTokens, turn.length - now * kRowTokens);
       attend_tile<E>(state, lane16, tile, turn.units, rows, p.scale_log2);
+    }
     ring.drop_oldest(turn.bytes);
   };
   attend_in_turns<false>(p, producer, ring, block.walk, early, start, ended, take, attend);

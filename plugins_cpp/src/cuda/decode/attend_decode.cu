@@ -102,10 +102,10 @@ struct Launch {
 template <class P>
 Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int columns) {
   int widest = 0, elements = 0;
-  const bool one = p.codes_bytes > 0 || P::kKeyPages;  // of calls with codes alone
+  const bool one = p.codes_bytes > 0 || P::kByteRows;  // of calls with codes alone
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
-      widest = std::max(widest, (P::kKeyPages ? 2 : 1) * ring_room(lane.tile_bytes));
+      widest = std::max(widest, (P::kByteRows ? 2 : 1) * ring_room(lane.tile_bytes));
     if (!P::kAlone) elements = std::max(elements, columns * p.head[h].rank_v);
     widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
@@ -295,7 +295,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   if (a.flags & KVLATHE_BUNDLES) return decided_bundled(a, heads, device, wide, bits, body);
   const auto bytes = [&](const void* kernel, auto kind) {
     using P = decltype(kind);
-    body(decide(kernel, decode_params_of<P>(a, heads, 1), a, device, byte_warps<P>()));
+    body(decide(kernel, decode_params_of<P>(a, heads, 1), a, device, kByteWarps));
   };
   if (proves_bytes() && is_of_bytes(a, heads, false)) {
     if (any_float8(a)) return bytes(decode_kernel_bytes(half, true), ByteParams<Coding::kFloat8>{});

@@ -66,7 +66,9 @@ inline bool is_of_bytes(const kvlathe_attend_decode_args& a, const std::vector<H
 inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part,
                               bool general, bool byte_rows) {
   const bool codes = any_quantized(part);
-  const int32_t unit = codes && !byte_rows ? a.page_tokens : kRowTokens,
+  const int32_t unit = !codes      ? kRowTokens
+                       : byte_rows ? kChunkTokens
+                                   : a.page_tokens,
                 units = a.page_tokens / unit;
   return {part.page_table,
           part.lengths,
@@ -81,33 +83,22 @@ inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe
 }
 
 // 16 bit: a tile has a power of two of units, up to kTileBytes, and a page holds whole tiles.
-// meta_bytes: rows of bytes, with so many for the metadata of a token of K, or of V.
-inline LaneParams lane_params_rows(const LaneRow& row, int32_t units_per_page,
-                                   int32_t meta_bytes = 0) {
+inline LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
   const int32_t ranks = row.rank_k + (values_in_keys(row) ? 0 : row.rank_v),
-                element = meta_bytes ? 1 : 2,
-                bytes = kRowTokens * (element * ranks + 2 * meta_bytes),
-                copies = element * std::max(row.rank_k, row.rank_v) / 32;
-  const auto place = [&](int32_t at) { return uint16_t(meta_bytes ? (at - row.k) / 16 : 0); };
+                bytes = kRowTokens * 2 * ranks, copies = std::max(row.rank_k, row.rank_v) / 16;
   int32_t units = 1;
   while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
          units_per_page % (2 * units) == 0)
     units *= 2;
-  return {row.k,
-          row.v,
-          bytes,
-          bytes * units,
-          place(row.k_meta),
-          place(row.v_meta),
-          uint16_t(bytes / kWeight),
-          uint8_t(units),
-          0};
+  return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
 }
 
-// A page in two halves: K by channel, and V in rows of bytes. A tile of the ring is one of them.
-inline LaneParams lane_params_halves(const LaneRow& row) {
-  const int32_t k = row.rank_k * (kChunkTokens + kPairBytes),
-                v = kChunkTokens * (row.rank_v + kPairBytes);
+// Rows of bytes, 64 tokens in two halves: K, by channel or by token, and V. meta_bytes: of a token of
+// either. A tile of the ring is a half.
+inline LaneParams lane_params_halves(const LaneRow& row, bool by_channel, int32_t meta_bytes) {
+  const int32_t k = by_channel ? row.rank_k * (kChunkTokens + kPairBytes)
+                               : kChunkTokens * (row.rank_k + meta_bytes),
+                v = kChunkTokens * (row.rank_v + meta_bytes);
   return {row.k,
           row.v,
           k + v,
@@ -201,8 +192,7 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   p.least_block_weight = kLeastBlockWeight;
   bool any_codes = false;
   for (int i = 0; i < kParts; ++i) {
-    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general,
-                            P::kByteRows && !P::kKeyPages);
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)], general, P::kByteRows);
     any_codes |= is_quantized(p.part[i].bits) && !P::kByteRows;
   }
   for (size_t h = 0; h < heads.size(); ++h) {
@@ -218,11 +208,9 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
       if (i < 0) continue;
       const bool codes = any_quantized(a.parts[i]);
       LaneParams& lane = p.head[h].lane[slot];
-      const int32_t meta_bytes = codes ? P::kMetaBytes : 0;
-      lane = codes && P::kKeyPages ? lane_params_halves(*head.lane[i])
-             : codes && !P::kByteRows
-                 ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
-                 : lane_params_rows(*head.lane[i], p.part[i].units_per_page, meta_bytes);
+      lane = !codes         ? lane_params16(*head.lane[i], p.part[i].units_per_page)
+             : P::kByteRows ? lane_params_halves(*head.lane[i], P::kKeyPages, P::kMetaBytes)
+                            : lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general);
       if (any_codes || general)
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i],
                                                                fill, most_columns(p), general));

@@ -32,8 +32,8 @@ __host__ __device__ constexpr int most_warps(int bits, int fill) {
 }
 // And of attend_general, which needs more registers than 8 warps would leave it.
 constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
-// And of attend_bytes: more rings would have room for fewer tiles each.
-constexpr int kByteWarps = kMaxWarps * 3 / 4;
+// And of attend_bytes: more rings would have no room for three halves of a tile.
+constexpr int kByteWarps = kMaxWarps / 2;
 // And of calls with bundles, whose items have up to twice as many columns.
 constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
@@ -168,8 +168,8 @@ struct AloneParams : Params<2> {
   static constexpr bool kAlone = true;
 };
 
-// Of calls whose codes are rows of bytes: a unit of such a part has 16 tokens. kKeyPages: K is by
-// channel. A unit has 64 tokens then, which is a page, and is fetched in two halves: K and V.
+// Of calls whose codes are rows of bytes: a unit of such a part has 64 tokens, and is fetched in two
+// halves, K and V. kKeyPages: K is by channel, of pages of 64 tokens.
 template <Coding kCoding_, bool kKeyPages_ = false>
 struct ByteParams : Params<2> {
   static constexpr bool kByteRows = true, kHides = true;  // a block may have few threads
@@ -178,10 +178,6 @@ struct ByteParams : Params<2> {
   static constexpr int kMetaBytes = 2 * metadata_halves(kCoding);
 };
 using KeyPageParams = ByteParams<Coding::kAffine, true>;
-template <class P>
-KVLATHE_ANYWHERE constexpr int byte_warps() {
-  return P::kKeyPages ? kMaxWarps / 2 : kByteWarps;
-}
 
 // What the kernel of general calls (attend_general.cuh) is told beside that. A part has the bits
 // kGeneral where one of its sides has codes. A unit is then the slab of a page, as of a quantized

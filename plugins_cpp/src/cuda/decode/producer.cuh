@@ -368,11 +368,10 @@ struct Producer : Feed {
     const LaneParams& lane = at.lane[part];
     const int lanes = lanes_of(head, part, lane), own = own_unit(unit, stride, lanes);
     from = p.pool + page_id * p.part_of(head, part).page_stride + lane.k;
-    if (!tile_pages) {
+    if (!tile_pages && !in_bytes(head, part)) {
       const int in_page = own - page_of(head, part, own) * p.part_of(head, part).units_per_page;
-      const int element = in_bytes(head, part) ? 1 : 2;
-      from += in_page * (at.rank_k * element * kRowTokens);
-      delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * element * kRowTokens;
+      from += in_page * (at.rank_k * 2 * kRowTokens);
+      delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * 2 * kRowTokens;
     }
     ask(later_ids, head, part, sequence, own + (32 >> lanes) * stride, last);
     taken = 0;
@@ -401,7 +400,7 @@ struct Producer : Feed {
       }
       fetch(to);
       close_copy_group();
-      if (P::kKeyPages && in_bytes(runs.now_head, runs.now_part)) {
+      if (in_bytes(runs.now_head, runs.now_part)) {
         second_half = !second_half;
         if (second_half) continue;
       }
@@ -491,7 +490,7 @@ struct Producer : Feed {
     if (tile_pages) return fetch_pages(to);
     const char* k =
         reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
-    if constexpr (P::kKeyPages) {
+    if constexpr (P::kByteRows) {
       if (in_bytes(runs.now_head, runs.now_part)) return fetch_half(to, k);
     }
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
@@ -506,42 +505,36 @@ struct Producer : Feed {
         copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(lane), rows);
     } else {
       copy_tile(copies, to, k, v, rows);
-      if (in_bytes(runs.now_head, runs.now_part)) fetch_meta(to + (copies.k + copies.v) * 512, k);
     }
     ++taken;
   }
 
-  // Fetches a half of a page: K [rank][64 tokens] or V [64 tokens][rank], and its metadata.
+  // Fetches a half of a tile of rows of bytes: K or V of 64 tokens of a page, and then its metadata.
+  // Rows of tokens that do not exist become zeros.
   __device__ void fetch_half(uint32_t to, const char* page) {
     const auto& head = p.head[runs.now_head];
+    const PartParams& part = p.part_of(runs.now_head, runs.now_part);
     const LaneParams& lane = head.lane[runs.now_part];
+    const bool by_channel = P::kKeyPages && !second_half;
     const int rank = second_half ? head.rank_v : head.rank_k, own = threadIdx.x % 32 * 16;
-    const char* from = page + (second_half ? lane.v - lane.k : 0);
-    // A pattern of the swizzle: 16 tokens of V; of K every copy of 512 bytes.
-    const int count = second_half ? copies.v : kMostCopies;
+    const int first =
+        (unit - page_of(runs.now_head, runs.now_part, unit) * part.units_per_page) * kChunkTokens;
+    const char* from = page + (second_half ? lane.v - lane.k : 0) + first * rank + own;
+    // A pattern of the swizzle: 16 tokens, and by channel each copy of 512 bytes.
+    const int count = second_half ? copies.v : by_channel ? kMostCopies : copies.k;
     const uint32_t bits = second_half ? copies.bits_v : copies.bits_k;
+    const int rows = runs.now_length - unit * kChunkTokens;
+    int valid = by_channel || rows >= kChunkTokens ? 64 * kChunkTokens : rows * (rank / 16);
 #pragma unroll 1
-    for (int left = rank / 8, at = own; left > 0; left -= count, at += 512 * count)
-      copy_part<true>(to + at, from + at, bits, min(count, left), 0);
-    const int bytes = (second_half ? kChunkTokens : rank) * kPairBytes;
+    for (int left = rank / 8, at = 0; left > 0;
+         left -= count, at += 512 * count, valid -= 32 * count)
+      copy_part<false>(to + at + own, from + at, bits, min(count, left), valid);
+    const int bytes = by_channel ? rank * kPairBytes : kChunkTokens * P::kMetaBytes;
     if (own < bytes)
       copy16(to + rank * kChunkTokens + own,
-             page + 16 * (second_half ? lane.v_meta : lane.k_meta) + own, true);
+             page + 16 * (second_half ? lane.v_meta : lane.k_meta) + first * P::kMetaBytes + own,
+             true);
     taken += second_half;
-  }
-
-  // Fetches the metadata of a tile of rows of bytes, of K and then of V. k: where its K begins.
-  __device__ void fetch_meta(uint32_t to, const char* k) const {
-    const auto& head = p.head[runs.now_head];
-    const LaneParams& lane = head.lane[runs.now_part];
-    const int in_page = unit - page_of(runs.now_head, runs.now_part, unit) *
-                                   p.part_of(runs.now_head, runs.now_part).units_per_page;
-    const int first = in_page * kRowTokens, copies_a_side = copies.tokens * P::kMetaBytes / 16,
-              own = threadIdx.x % 32, of_v = own >= copies_a_side;
-    const int place = first * P::kMetaBytes + (own - (of_v ? copies_a_side : 0)) * 16;
-    if (own < 2 * copies_a_side)
-      copy16(to + own * 16,
-             k - first * head.rank_k + 16 * (of_v ? lane.v_meta : lane.k_meta) + place, true);
   }
 };
 
