@@ -19,6 +19,7 @@ from kvlathe.export.families.experts import (
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_omni_moe,
     qwen3_vl_moe,
 )
 from kvlathe.export.families.falcon import falcon
@@ -70,6 +71,7 @@ from kvlathe.export.families.llama_like import (
     smollm3,
     starcoder2,
 )
+from kvlathe.export.families.mimo import mimo_v2_flash
 from kvlathe.export.families.nemotron_h import nemotron_h
 from kvlathe.export.families.norms_after import (
     exaone4,
@@ -93,6 +95,7 @@ from kvlathe.export.families.sigmoid_experts import (
     flint,
     glm4_moe,
     hy_v3,
+    laguna,
     minimax_m2,
     minimax_m3,
     solar_open,
@@ -161,18 +164,21 @@ FAMILIES = {
     "helium": helium,
     "hunyuan_v1_dense": hunyuan,
     "hunyuan_v1_moe": hunyuan_moe,
+    "hunyuan_vl_text": hunyuan,
     "hy_v3": hy_v3,
     "hyperclovax": hyperclovax,
     "internlm2": internlm2,
     "internlm3": llama,
     "iquestcoder": llama,
     "jais2": jais2,
+    "laguna": laguna,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
     "llama": llama,
     "llama4_text": llama4,
     "mellum": mellum,
+    "mimo_v2_flash": mimo_v2_flash,
     "minicpm3": minicpm3,
     "minimax_m2": minimax_m2,
     "minimax_m3_vl_text": minimax_m3,
@@ -196,6 +202,7 @@ FAMILIES = {
     "phi4_multimodal": phi4_multimodal,
     "phimoe": phimoe,
     "qwen2": qwen2,
+    "qwen2_5_omni_text": qwen2,
     "qwen2_5_vl_text": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen2_vl_text": qwen2,
@@ -204,6 +211,7 @@ FAMILIES = {
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_omni_moe_text": qwen3_omni_moe,
     "qwen3_vl_text": qwen3_vl,
     "seed_oss": seed_oss,
     "smollm3": smollm3,

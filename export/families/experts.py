@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         Qwen2MoeConfig,
         Qwen3MoeConfig,
     )
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
+        Qwen3OmniMoeTextConfig,
+    )
     from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import (
         Qwen3VLMoeTextConfig,
     )
@@ -125,13 +128,17 @@ def qwen2_moe(config: Qwen2MoeConfig) -> Family:
 
 
 def qwen3_moe(config: Qwen3MoeConfig) -> Family:
-    window = config.sliding_window if config.use_sliding_window else 0
+    windows = every_layer(config) if config.use_sliding_window else ()
+    return replace(qwen3_omni_moe(config), windows=windows)
+
+
+def qwen3_omni_moe(config: Qwen3MoeConfig | Qwen3OmniMoeTextConfig) -> Family:
+    """Qwen3-MoE without windows: the text of Qwen3-Omni."""
     family = replace(
         _qwen(config),
         names=WITHOUT_MLP | EXPERTS | QK_NORMS,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
-        windows=(window or 0,) * config.num_hidden_layers,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
 
@@ -195,7 +202,9 @@ def olmoe(config: OlmoeConfig) -> Family:
     )
 
 
-def _qwen(config: Qwen2MoeConfig | Qwen3MoeConfig | MellumConfig) -> Family:
+def _qwen(
+    config: Qwen2MoeConfig | Qwen3MoeConfig | Qwen3OmniMoeTextConfig | MellumConfig,
+) -> Family:
     experts = Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,

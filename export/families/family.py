@@ -136,6 +136,9 @@ class Family:
     intermediate_size: int
     own_heads: tuple[HeadShape, ...] = ()
     """Heads of each layer, where layers differ; ``kv_heads`` is then the most."""
+    value_dims: int = 0
+    """Dims of a value that are stored, where keys have more: zeros fill it up. 0: as
+    many."""
     query_heads: tuple[int, ...] = ()
     """Query heads that are stored of each layer, where layers differ: those with fewer
     than the most get heads of zeros, which give nothing. Empty: the configuration's."""
@@ -161,7 +164,7 @@ class Family:
     """Tokens up to which a query sees all before it: in longer sequences an indexer
     chooses among them, or attention begins anew. 0: there is none."""
     beyond: str = ""
-    """What keeps longer sequences from being served."""
+    """The reason for which longer sequences are refused."""
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""
     ropes: tuple[str | None, ...] = ()
@@ -232,6 +235,8 @@ class Family:
     inside: str = ""
     """The name of this part in the names of its tensors, where it is one of several."""
     head_gates: bool = False
+    soft_gates: bool = False
+    """Gates of outputs are softplus, not sigmoids."""
     lacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Roles that a layer lacks. Without ``v``, a value is what ``k`` gives; without
     ``k``, both are those of another layer (``sources``)."""

@@ -26,6 +26,7 @@ BESIDE = (
         "mtp.",
     ),
     *("qformer", "query_tokens", "language_projection", "generation_"),
+    *("vit.", "talker", "token2wav", "code2wav"),
     *("sam_model", "qwen2_model", "view_sep"),
 )
 """Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
@@ -47,7 +48,8 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             *("deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
             *("fuyu", "glmga", "instructblip", "instructblipvideo", "janus"),
             *("gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
-            *("glm_ocr", "got_ocr2", "hyperclovax_vision_v2"),
+            *("glm_ocr", "got_ocr2", "hunyuan_vl"),
+            "hyperclovax_vision_v2",
             *("internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr"),
             *("llama4", "llava"),
             *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
@@ -67,6 +69,13 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(
         ("granite_speech", "granite_speech_plus"),
         TextPart(beside=(*BESIDE, "encoder.")),
+    ),
+    **dict.fromkeys(
+        (
+            *("qwen2_5_omni", "qwen2_5_omni_thinker"),
+            *("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        ),
+        TextPart("thinker"),
     ),
     "step3p7": TextPart(""),
 }

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7, Solar Open, dots.llm1, K-EXAONE, Hy3, MiniMax-M2, Ernie 4.5 MoE and AFMoE:
+"""GLM-4.5 to 4.7, Solar Open, dots.llm1, K-EXAONE, Hy3, Laguna, MiniMax-M2, Ernie 4.5 MoE and AFMoE:
 experts chosen by scores with a correction, in most models by sigmoids (DeepSeek-V3,
 arXiv 2412.19437). An expert that every token passes may be beside them, and the first
 layers may have none."""
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         FlintConfig,
         Glm4MoeConfig,
         HYV3Config,
+        LagunaConfig,
         MiniMaxM2Config,
         SolarOpenConfig,
         Step3p7TextConfig,
@@ -305,6 +306,52 @@ def step3p5(config: Step3p7TextConfig) -> Family:
         factors={"experts_down": config.moe_router_scaling_factor},
         beside=tuple(f"layers.{config.num_hidden_layers + i}." for i in range(8)),
         settings=(*COUNTS, "query_pre_attn_scalar"),
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
+
+
+def laguna(config: LagunaConfig) -> Family:
+    """QK-norms, gates of outputs by a softplus, layers with unlike query heads, a RoPE of
+    their own in layers with windows. Raises KvlatheError where a router's logits are
+    bounded."""
+    if config.moe_router_logit_softcapping:
+        raise KvlatheError(
+            f"config.json sets moe_router_logit_softcapping to "
+            f"{config.moe_router_logit_softcapping:g}",
+            "no record bounds the logits of a router",
+            "choose another checkpoint",
+        )
+    at = "model.layers.{i}.mlp.experts.e_score_correction_bias"
+    shared = {role: x for role, x in ONE_SHARED.items() if role != "shared_gate"}
+    gates = {"out_gate": "model.layers.{i}.self_attn.g_proj"}
+    family = replace(
+        of_columns(config, config.shared_expert_intermediate_size),
+        names=WITHOUT_MLP
+        | EXPERTS
+        | shared
+        | QK_NORMS
+        | gates
+        | {"router_correction": at},
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        partial_rotary=True,
+        head_gates=config.gating is True or config.gating == "per-head",
+        soft_gates=True,
+        query_heads=tuple(config.num_attention_heads_per_layer or ()),
+        windows=sliding_layers(config),
+        ropes=tuple(config.layer_types or ()),
+        experts=Experts(
+            count=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalized=True,
+            scores="sigmoid",
+            corrected=True,
+        ),
+        factors={"experts_down": config.moe_routed_scaling_factor},
+        settings=COUNTS,
     )
     return with_dense(
         family, not_sparse(config.mlp_layer_types), config.intermediate_size

@@ -15,13 +15,11 @@ INDEXER = (
 TWICE = "a layer has two attentions, and experts that pass by the second"
 STATE = "some of its layers keep a state, in a way that no record says"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
-SINKS = "its softmax has sinks, in a way that no record says"
 CHUNKS = "the attention of most layers begins anew at every chunk of tokens, which no life keeps"
 CODER = "it is an encoder, or needs one"
 
 BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), BIAS),
-    "mimo_v2_flash": SINKS,
     "longcat_flash": TWICE,
     **dict.fromkeys(
         ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE

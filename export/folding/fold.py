@@ -34,6 +34,8 @@ from kvlathe.plan.heads import HeadShape
 from kvlathe.plan.plan import CompressionPlan
 
 Make = Callable[[], Tensor]
+NO_SINK = -6e4
+"""A logit beside the scores that counts nothing, in 16 bits, too."""
 
 
 class Folded(Mapping[str, Tensor]):
@@ -286,7 +288,10 @@ def _output_bias(
 
 
 def _sinks(checkpoint: Checkpoint, name: str, lanes: list[LaneFold]) -> Tensor:
-    """[H, G] of the kept lanes."""
+    """[H, G] of the kept lanes. Where a layer has none: numbers that take no share."""
+    if not checkpoint.has(name):
+        layer = int(name.split(".")[1])
+        return torch.full((len(lanes), checkpoint.spec.group(layer)), NO_SINK)
     return checkpoint.weight(name)[[lane.head for lane in lanes]]
 
 

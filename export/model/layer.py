@@ -180,6 +180,7 @@ class DecoderLayer(nn.Module):
         self.head_dim, self.activation = spec.heads(layer).head_dim, family.activation
         self.parallel, self.wide_qk_norm = family.parallel, family.wide_qk_norm
         self.norm_after_rope = family.norm_after_rope
+        self.soft_gates = family.soft_gates
         self.attn_norm = norm("attn_norm", hidden)
         self.latent, self.value_width = family.latent, widths.v
         self.attend, self.v_map = attend, None

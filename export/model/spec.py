@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 """The fields of config.json."""
-HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "OmniModel")
 """Ends of the names of models with a head that writes text."""
 KINDS = {"full_attention", "sliding_attention"}
 DENSE_KINDS = {"indexed_attention", "minimax_m3_sparse", "chunked_attention"}
@@ -176,6 +176,7 @@ class DecoderSpec:
             own_heads=self._own_heads,
             sources=self.family.sources,
             states=self._states,
+            values=self.family.value_dims,
         )
 
     @property
@@ -338,7 +339,7 @@ def read_config(folder: Path) -> Settings:
 
 def _text_settings(raw: Settings) -> Settings:
     """Those of the part for text, where it is one of several."""
-    text = raw.get("text_config")
+    text = (raw.get("thinker_config") or raw).get("text_config")
     if raw["model_type"] not in TEXT_PARTS or not isinstance(text, dict):
         return raw
     return text | {"model_type": raw["model_type"]}

@@ -278,12 +278,7 @@ def _stored_shape(
     """(weight, bias) of a stored role."""
     if spec.family.latent is not None and role in latent.SHAPED:
         return latent.stored_shape(spec, role)
-    hidden, inner, q, kv, gates = spec.hidden_size, 0, 0, 0, 0
-    if layer is not None:
-        heads, inner = spec.heads(layer), spec.family.inner(layer)
-        of_queries = spec.stored_heads(layer)
-        gates = of_queries * spec.out_gates // spec.query_heads
-        q, kv = (n * heads.head_dim for n in (of_queries, heads.kv_heads))
+    hidden = spec.hidden_size
     tables = _table_shapes(spec)
     if role in tables:
         return tables[role], (spec.vocab_size,)
@@ -304,24 +299,41 @@ def _stored_shape(
         }
         if role in shapes:
             return shapes[role], ()
+    inputs, outputs = _map_sizes(spec, layer)
+    shape = inputs.get(role, hidden), outputs.get(role, hidden)
+    return shape if spec.family.in_out else shape[::-1], shape[1:]
+
+
+def _map_sizes(
+    spec: DecoderSpec, layer: int | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Inputs and outputs of a layer's maps, where they are not hidden states."""
+    of_layer = spec.family.layer_inputs
+    inputs = {"inputs_out": of_layer, "guess_join": 2 * spec.hidden_size}
     outputs = {
         "shared_gate": 1,
-        "inputs_project": spec.family.layer_inputs * spec.layers,
-        "inputs_gate": spec.family.layer_inputs,
+        "inputs_project": of_layer * spec.layers,
+        "inputs_gate": of_layer,
+    }
+    if layer is None:
+        return inputs, outputs
+    heads, inner = spec.heads(layer), spec.family.inner(layer)
+    queries, dims = spec.stored_heads(layer), heads.head_dim
+    values = spec.family.value_dims or dims
+    q, kv = queries * dims, heads.kv_heads * dims
+    inputs |= {"o": queries * values, "down": inner}
+    outputs |= {
         "q": q,
         "k": kv,
-        "v": kv,
+        "v": heads.kv_heads * values,
         "qkv": q + 2 * kv,
-        "out_gate": gates,
+        "out_gate": queries * spec.out_gates // spec.query_heads,
         "q_out_gate": 2 * q,
         "gate": inner,
         "up": inner,
         "gate_up": 2 * inner,
     }
-    inputs = {"o": q, "down": inner, "inputs_out": spec.family.layer_inputs}
-    inputs["guess_join"] = 2 * hidden
-    shape = inputs.get(role, hidden), outputs.get(role, hidden)
-    return shape if spec.family.in_out else shape[::-1], shape[1:]
+    return inputs, outputs
 
 
 def _table_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -401,7 +413,20 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     of_queries = role in OF_QUERIES and (role, kind) != ("o", "bias")
     if layer is not None and of_queries and spec.family.query_heads:
         stored = _filled(spec, role, layer, stored)
+    of_values = role in ("v", "o") and (role, kind) != ("o", "bias")
+    if layer is not None and of_values and spec.family.value_dims:
+        stored = _as_wide_as_keys(spec, role, stored)
     return stored
+
+
+def _as_wide_as_keys(spec: DecoderSpec, role: str, stored: Tensor) -> Tensor:
+    """``stored`` with zeros for the dims that values lack beside keys."""
+    if role == "o":
+        stored = stored.T
+    dims = spec.family.value_dims
+    by_head = stored.unflatten(-1, (-1, dims))
+    filled = F.pad(by_head, (0, spec.head_dim - dims)).flatten(-2)
+    return filled.T if role == "o" else filled
 
 
 def _filled(spec: DecoderSpec, role: str, layer: int, stored: Tensor) -> Tensor:

@@ -198,6 +198,7 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         ropes=spec.rope_of if len(spec.ropes) > 1 else (),
         wide_qk_norm=spec.family.wide_qk_norm,
         norm_after_rope=spec.family.norm_after_rope,
+        soft_gates=spec.family.soft_gates,
         logit_softcap=spec.family.logit_softcap,
         bounds=spec.family.bounds,
         expert_limits=spec.family.expert_limits,

@@ -59,6 +59,8 @@ class Layer(Protocol):
     @property
     def norm_after_rope(self) -> bool: ...
     @property
+    def soft_gates(self) -> bool: ...
+    @property
     def attn_norm(self) -> RowMap | None: ...
     @property
     def attn_out_norm(self) -> RowMap | None: ...
@@ -137,7 +139,7 @@ def run_layer(
     beside them.
     Where the model has QK-norms, each head's q and k (or all heads together) pass
     through theirs first; q is then times ``query_factors`` [T, 1]. Where it has gates of
-    outputs, what attention gives is times sigmoid(W_gate n). Where it has norms
+    outputs, what attention gives is times sigmoid(W_gate n), or its softplus. Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
     2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
     of the one k before ``attend``, which turns nothing. Where QK-norms follow RoPE, they turn
@@ -218,7 +220,8 @@ def _attended(
 
 def _plus_o(layer: Layer, x: Tensor, normed: Tensor, o: Tensor) -> Tensor:
     if layer.out_gate is not None:
-        o = gated(layer.whole_heads(o), layer.out_gate(normed))
+        gates = layer.out_gate(normed)
+        o = gated(layer.whole_heads(o), gates, layer.soft_gates)
     if layer.attn_out_norm is None:
         return layer.add_o(x, o)
     return x + layer.attn_out_norm(layer.o(o))

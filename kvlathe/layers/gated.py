@@ -41,7 +41,9 @@ class HeadOutputs:
         return turned.unflatten(1, (-1, group)).transpose(0, 1).flatten(1)
 
 
-def gated(o: Tensor, gates: Tensor) -> Tensor:
-    """o [T, Hq * dv] times the sigmoids of ``gates`` [T, Hq * dv], or [T, Hq]."""
+def gated(o: Tensor, gates: Tensor, soft: bool = False) -> Tensor:
+    """o [T, Hq * dv] times the sigmoids of ``gates`` [T, Hq * dv], or [T, Hq]; or times
+    their softplus, float32, where gates are ``soft`` (Laguna)."""
     by_gate = o.unflatten(-1, (gates.shape[-1], -1))
-    return (by_gate * gates.sigmoid().unsqueeze(-1)).flatten(1)
+    own = F.softplus(gates.float()).to(o.dtype) if soft else gates.sigmoid()
+    return (by_gate * own.unsqueeze(-1)).flatten(1)

@@ -46,6 +46,7 @@ class Wiring:
     ropes: tuple[int, ...] = ()
     wide_qk_norm: bool = False
     norm_after_rope: bool = False
+    soft_gates: bool = False
     logit_softcap: float = 0.0
     bounds: tuple[Bound | None, ...] = ()
     routing: Routing | None = None

@@ -296,6 +296,7 @@ def check_sizes(plan: PlanData, refuse: Refuse) -> None:
             "own_heads",
             "sources",
             "states",
+            "values",
         ):
             continue
         size = getattr(plan.model, field.name)
@@ -303,9 +304,10 @@ def check_sizes(plan: PlanData, refuse: Refuse) -> None:
             refuse(f"the model's {field.name} is {size}", "it is a count of something")
     if plan.model.softcap < 0:
         refuse("the model's softcap is below 0", "it is a bound of scores")
-    if not 0 <= plan.model.latent <= plan.model.head_dim:
+    values = plan.model.latent, plan.model.values
+    if min(values) < 0 or max(values) > plan.model.head_dim:
         refuse(
-            f"the model's values are {plan.model.latent} dims of its keys",
+            f"the model's values are {max(values)} dims of its keys",
             f"keys have {plan.model.head_dim}",
         )
     _check_heads(plan, refuse)

@@ -80,6 +80,8 @@ class ModelShape:
     ``softcap``: scores are softcap * tanh(score / softcap) before the softmax; 0 leaves
     them (Gemma 2, arXiv 2408.00118). ``sinks``: each query head has a learned logit
     beside its scores, whose value is zero (gpt-oss; attention sinks, arXiv 2309.17453).
+    ``values``: dims of a value that the model has, where keys have more: zeros fill it up
+    to theirs, and are of no uncompressed cache (MiMo V2); 0: as many.
     ``latent``: a value is the first so many dims of its key (MLA, arXiv 2405.04434); 0:
     values are of their own, and as wide as keys.
     """
@@ -97,6 +99,7 @@ class ModelShape:
     own_heads: tuple[HeadShape, ...] = ()
     sources: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
+    values: int = 0
 
     def source(self, layer: int) -> int:
         """The layer whose cache a layer reads."""
@@ -163,8 +166,10 @@ class ModelShape:
     @property
     def numbers(self) -> int:
         """Numbers of one token that the uncompressed cache of all layers holds."""
-        dims = sum(self.heads(layer).head_dim for layer, _ in self.places)
-        return dims if self.latent else 2 * dims
+        of_key = [self.heads(layer).head_dim for layer, _ in self.places]
+        if self.latent:
+            return sum(of_key)
+        return sum(of_key) + sum(self.values or dims for dims in of_key)
 
     @property
     def shifts(self) -> bool:

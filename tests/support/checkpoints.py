@@ -35,13 +35,13 @@ OWN_HEADS = tuple(
     name
     for name, (prefix, settings) in FAMILIES.items()
     if "kv_lora_rank" not in settings.get("text_config", settings)
-    and not prefix.startswith("Gemma4")
+    and not prefix.startswith(("Gemma4", "MiMo"))
 )
 """Those whose heads have keys and values of their own, alike in all layers."""
 STATEFUL = ("Lfm", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")
 STATEFUL += ("FalconH1", "OlmoHybrid")
 """Beginnings of the names of models whose layers keep states."""
-GATED = ("Afmoe", "Lfm3", "Qwen3Next", "Qwen3_5", "Step3p7")
+GATED = ("Afmoe", "Laguna", "Lfm3", "Qwen3Next", "Qwen3_5", "Step3p7")
 """Those of models with gates of outputs."""
 
 

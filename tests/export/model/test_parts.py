@@ -68,6 +68,19 @@ def equal_weights(ours: Checkpoint, theirs: Checkpoint) -> None:
         assert torch.equal(ours.weight(name), theirs.weight(name)), name
 
 
+def test_text_of_an_omni_model_is_read_as_published(tmp_path: Path) -> None:
+    """Beside a part that talks."""
+    prefix = "Qwen2_5OmniThinker"
+    make_model(tmp_path / "known", prefix, settings_of(prefix))
+    thinker = json.loads((tmp_path / "known" / "config.json").read_text())
+    config = {"model_type": "qwen2_5_omni", "thinker_config": thinker}
+    config["architectures"] = ["Qwen2_5OmniModel"]
+    ours = folder_of(tmp_path / "ours", tmp_path / "known", ("", ""), config)
+    tensors = load_file(ours / "model.safetensors")
+    save_file(tensors | {"talker.w": torch.ones(2)}, ours / "model.safetensors")
+    equal_weights(Checkpoint(ours), Checkpoint(tmp_path / "known"))
+
+
 def test_text_of_deepseek_ocr_is_read_as_published(tmp_path: Path) -> None:
     make_model(tmp_path / "known", "DeepseekOcr2", settings_of("DeepseekOcr2"))
     text = json.loads((tmp_path / "known" / "config.json").read_text())["text_config"]

@@ -142,6 +142,14 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_shared_experts=2)
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        sizes(64, 8, 2, 24, num_hidden_layers=3, num_experts_per_tok=3)
+        | {"n_routed_experts": 8, "moe_intermediate_size": 24, "v_head_dim": 16}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+        | {"sliding_window": 24, "rope_parameters": TWO_ROPES}
+        | MIDDLE_FULL,
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         sizes(64, 4, 2, 32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=8),
@@ -163,6 +171,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(64, 4, 2, 32, num_hidden_layers=4, moe_num_experts=6)
         | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
         | {"moe_layer_interval": 2},
+    ),
+    "laguna": (
+        "Laguna",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"num_attention_heads_per_layer": [6, 4, 6], "sliding_window": 24}
+        | MIDDLE_FULL
+        | {"rope_parameters": TWO_ROPES, "moe_routed_scaling_factor": 1.5},
+    ),
+    "laguna-dims": (
+        "Laguna",
+        sizes(64, 4, 2, 16, num_experts=6, num_experts_per_tok=2, sliding_window=0)
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"gating": "per-element"},
     ),
     "llama4": (
         "Llama4Text",

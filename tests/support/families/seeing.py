@@ -91,6 +91,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GraniteSpeech": ("granite", OF_GRANITE),
     "GraniteSpeechPlus": ("granite", OF_GRANITE),
+    "HunYuanVL": ("hunyuan_vl_text", sizes(WIDTH, 4, 2, 32) | sections(8, 4, 4)),
     "HyperCLOVAXVisionV2": ("hyperclovax", PLAIN),
     "Idefics2": ("mistral", PLAIN),
     "Idefics3": ("llama", PLAIN),
@@ -120,7 +121,14 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Ovis2": ("qwen2", PLAIN),
     "PaddleOCRVL": ("paddleocr_vl_text", sizes(WIDTH, 4, 2, 32) | sections(8, 4, 4)),
     "PPChart2Table": ("qwen2", PLAIN),
+    "Qwen2_5OmniThinker": ("qwen2_5_omni_text", PLAIN | sections(8, 4, 4)),
     "Qwen2Audio": ("qwen2", PLAIN),
+    "Qwen3OmniMoeThinker": (
+        "qwen3_omni_moe_text",
+        sizes(WIDTH, 4, 2, 32, num_experts=6, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 24, "mlp_only_layers": [1]}
+        | sections(8, 4, 4),
+    ),
     "Qwen3VLMoe": (
         "qwen3_vl_moe_text",
         sizes(WIDTH, 4, 2, 32, num_experts=6, num_experts_per_tok=2)

@@ -262,7 +262,7 @@ class _Layer:
                 return None
             return _norm(wiring, rows, _taken(tensors, f"{role}."))
 
-        self.wide_qk_norm = wiring.wide_qk_norm
+        self.wide_qk_norm, self.soft_gates = wiring.wide_qk_norm, wiring.soft_gates
         self.attn_norm = norm("attn_norm")
         self.attn_out_norm = norm("attn_out_norm")
         self.mlp_norm = norm("mlp_norm")
