@@ -82,7 +82,7 @@ class GuessingLayer(DraftModel, StepPart):
                 self._gave[chunk.sequence] = hidden, row
 
     def _rows(self, chunk: Chunk) -> list[HiddenRow]:
-        """What the rows of a chunk read: of a fork, what the layer gave."""
+        """The rows that a chunk reads beside its tokens: for a fork, what the layer gave."""
         known = chunk.sequence
         owner = self._owners.get(known)
         if owner is None:

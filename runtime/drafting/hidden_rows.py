@@ -3,10 +3,9 @@ that guesses tokens from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step
 from kvlathe.runtime.sessions.protocols import HiddenRow
 
@@ -63,7 +62,7 @@ class HiddenRows:
         for chunk in step.chunks:
             if chunk in growing:
                 trail = self._trails.setdefault(chunk.sequence, Trail())
-                for at in _staying(chunk.wanted, chunk.count):
+                for at in _staying(chunk):
                     place = chunk.sequence.cached + chunk.wanted[at]
                     trail.add(place, (hidden, row + at))
             row += len(chunk.wanted)
@@ -78,7 +77,7 @@ class HiddenRows:
         self._trails.pop(sequence, None)
 
 
-def _staying(wanted: Items[int], count: int) -> range:
-    """Rows of logits of a chunk whose tokens stay, the newest of them."""
-    stay = len(wanted) if wanted[-1] < count else count
+def _staying(chunk: Chunk) -> range:
+    """The newest of a chunk's rows of logits whose tokens stay."""
+    stay = len(chunk.choices) if chunk.drafts else len(chunk.wanted)
     return range(max(0, stay - MOST), stay)

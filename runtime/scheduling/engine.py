@@ -49,6 +49,7 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self._launched: Step | None = None  # whose tokens have not landed
         self._known = 0.0  # when tokens were known last
+        self._made = 0.0  # what the session had made then
 
     @property
     def session(self) -> Session:
@@ -158,10 +159,11 @@ class Engine:
 
     def _since_known(self) -> float:
         """Seconds since tokens were known last; now they are again. What the host does
-        between two steps is a part of them, where nothing else runs meanwhile."""
-        now = time.perf_counter()
-        seconds = now - self._known
-        self._known = now
+        between two steps is a part of them, where nothing else runs meanwhile; what a
+        session makes once, such as CUDA graphs, is none."""
+        now, made = time.perf_counter(), self.session.making
+        seconds = now - self._known - max(0.0, made - self._made)
+        self._known, self._made = now, made
         return seconds
 
     # -- what a step brings ------------------------------------------------------------

@@ -228,6 +228,8 @@ class Session(PageMover):
     caller asks there before it calls one of the last methods here."""
 
     capabilities: frozenset[Capability] = frozenset()
+    making = 0.0
+    """Seconds that steps took so far to make what others like them find."""
 
     @abstractmethod
     def run(self, step: StepPlan) -> Float32:

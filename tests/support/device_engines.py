@@ -28,6 +28,7 @@ from kvlathe.runtime.native.library import ABI_VERSION, Native
 from kvlathe.runtime.sessions.gpu.onnx import OnnxCompute, session_options
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import Session
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
@@ -140,6 +141,9 @@ class HostAttention:
         self.ops = {x: Op(native, layer_table(layout, x)) for x in attending}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
         self.kinds: list[tuple[bool, int]] = []
+
+    def bundles(self, kind: StepKind) -> bool:
+        return False
 
     def prepare(
         self, step: StepInputs, tokens: int, layers: range | None = None

@@ -8,6 +8,7 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,9 @@ from kvlathe.runtime.sessions.protocols import (
 from kvlathe.runtime.sessions.steps import check_step
 
 NOTHING: Bindings = {}
+GraphKey = tuple[int, bool, int, bool | None]
+"""Sequences, whether some have adapters, rows, and whether those of a sequence are
+attended together (None: a decode)."""
 
 
 class Compute(Protocol):
@@ -80,6 +84,7 @@ class DecodeGraph:
 
     buffer: StepBuffer
     arrays: StepArrays
+    logits: DeviceArray
     replay: Callable[[], None]
 
     @classmethod
@@ -88,21 +93,22 @@ class DecodeGraph:
         device: Device,
         buffer: StepBuffer,
         arrays: StepArrays,
+        logits: DeviceArray,
         work: Callable[[], None],
     ) -> DecodeGraph:
-        """``work`` queues the step in ``arrays``."""
+        """``work`` queues the step in ``arrays``, whose ``logits`` it writes."""
         buffer.clear()
         for _ in range(2):  # what runs the model takes its memory outside the capture
             work()
         device.wait()
-        return cls(buffer, arrays, device.capture(work))
+        return cls(buffer, arrays, logits, device.capture(work))
 
 
 class DeviceSession(DevicePages, Session):
     """A session with its pages in ``pool`` (allocate_pool), computed by ``compute``.
-    ``decoded``: sequences of the last step, where it was a decode, else 0."""
+    ``replayed``: rows of logits of the last step, where a graph took it, else 0."""
 
-    decoded = 0
+    replayed = 0
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class DeviceSession(DevicePages, Session):
         self._observes = plan.index.observation is not None
         self.widths = decode_widths(plan, limits)
         self.batch_sizes = graph_batch_sizes(limits.max_batch_size)
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._graphs: dict[GraphKey, DecodeGraph] = {}
         self._buffer = StepBuffer(device, StepForm.largest(plan, limits))
         self._inputs = {**self._query_offsets(), **pool_views(pool, plan.index.unit)}
         self._states: DeviceStates | None = None
@@ -139,13 +145,19 @@ class DeviceSession(DevicePages, Session):
         overwrite."""
         check_step(step, self.limits)
         kind, rows = kind_of(step, self.widths), len(step.logit_rows)
-        self.decoded = rows if kind.decode else 0
-        if kind.decode:
-            graph = self._graph_of(rows, step.adapters is not None)
-            self._send(step, graph.buffer, graph.arrays)
-            graph.replay()
-            return self._rows_of(self._logits, rows)
-        return self.launch_alone(step, kind, self._observes)
+        graph = self.graph_for(step, kind)
+        self.replayed = 0 if graph is None else rows
+        if graph is None:
+            return self.launch_alone(step, kind, self._observes)
+        self._send(step, graph.buffer, graph.arrays)
+        graph.replay()
+        return self._rows_of(graph.logits, rows)
+
+    def graph_for(self, step: StepPlan, kind: StepKind) -> DecodeGraph | None:
+        """The CUDA graph that takes a step; None: it runs without one."""
+        if not kind.decode:
+            return None
+        return self._graph_of(len(step.logit_rows), step.adapters is not None)
 
     def launch_alone(
         self, step: StepPlan, kind: StepKind, observes: bool, more: Bindings = NOTHING
@@ -211,16 +223,24 @@ class DeviceSession(DevicePages, Session):
         """The CUDA graph that decodes ``batch`` sequences; ``adapts``: some of which
         have adapters."""
         size = next(n for n in self.batch_sizes if n >= batch)
-        if (size, adapts) not in self._graphs:
-            keeps = self._states is not None
-            more = self._observes, keeps, adapts
-            form = StepForm(size, size, size, self.widths, *more)
+        return self.graph(size, adapts, StepKind(True, size))
+
+    def graph(self, batch: int, adapts: bool, kind: StepKind) -> DecodeGraph:
+        """The graph of steps of ``batch`` sequences and ``kind.rows`` rows. ``adapts``:
+        some have adapters."""
+        key = batch, adapts, kind.rows, kind.bundles
+        if key not in self._graphs:
+            more = self._observes, self._states is not None, adapts
+            rows = kind.rows
+            form = StepForm(rows, batch, rows, self.widths, *more)
             buffer = StepBuffer(self.device, form)
-            arrays = self._arrays_of(buffer, form, 1, StepKind(True, size))
-            work = partial(self._queue, arrays, self._logits)
-            graph = DecodeGraph.captured(self.device, buffer, arrays, work)
-            self._graphs[size, adapts] = graph
-        return self._graphs[size, adapts]
+            arrays = self._arrays_of(buffer, form, 1, kind)
+            logits = self.room_for(rows)
+            given = buffer, arrays, logits, partial(self._queue, arrays, logits)
+            started = time.perf_counter()
+            self._graphs[key] = DecodeGraph.captured(self.device, *given)
+            self.making += time.perf_counter() - started
+        return self._graphs[key]
 
     def forget_graphs(self, adapts: Collection[bool] = (False, True)) -> None:
         """Steps are captured again: those with adapters (True), those without."""

@@ -26,6 +26,8 @@ GRAPH_BATCH_SIZES = (
     *(48, 64, 96, 128, 192, 256, 384, 512),
 )
 """Batch sizes that get a CUDA graph; a batch runs in the next larger one."""
+MOST_GRAPH_ROWS = 128
+"""Rows of the largest graph that takes several of a sequence."""
 ALIGNED = 64
 """Elements: arrays begin at multiples of 256 bytes."""
 
@@ -53,6 +55,8 @@ class StepKind:
     from this one on are of prompt chunks, long enough to be attended in tiles.
     ``short``: the other sequences, of a step that is no decode. ``chunks``: whether
     there are prompt chunks. ``counts`` [B]: rows of each sequence of such a step.
+    ``bundles``: whether rows of a sequence are attended together, where a CUDA graph
+    takes such a step; None: it is still to be decided.
     """
 
     decode: bool
@@ -60,6 +64,12 @@ class StepKind:
     short: ShortRows = NO_SHORT_ROWS
     chunks: bool = False
     counts: tuple[int, ...] = ()
+    bundles: bool | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph takes it."""
+        return self.decode or self.bundles is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +99,22 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
     if not len(step.input_ids) == len(step.logit_rows) == len(step.cu_seqlens_q) - 1:
         return False
-    if len(step.query_offsets) != 1:
-        return False
+    return len(step.query_offsets) == 1 and fits_graph(step, widths)
+
+
+def fits_graph(step: StepPlan, widths: Sequence[int]) -> bool:
+    """Whether the pages of a step's sequences, each of which brings rows, fit in tables
+    of ``widths``."""
     for table, width in zip(step.page_tables, widths, strict=True):
         if table.shape[1] > width:
             return False
     return bool((step.cu_seqlens_q[1:] > step.cu_seqlens_q[:-1]).all())
+
+
+def graph_rows(rows: int) -> int | None:
+    """Rows of the graph that takes a step of several rows a sequence, of so many; None:
+    too many for any."""
+    return next((n for n in GRAPH_BATCH_SIZES if rows <= n <= MOST_GRAPH_ROWS), None)
 
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:

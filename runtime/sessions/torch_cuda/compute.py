@@ -16,7 +16,7 @@ from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies, scratch_bytes
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepArrays, StepKind
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
@@ -124,6 +124,10 @@ class TorchCompute:
         self.hidden: Tensor | None = None
         self.kept: Tensor | None = None
 
+    def bundles(self, kind: StepKind) -> bool:
+        """As Attention.bundles."""
+        return self.attention.bundles(kind)
+
     def room(self, rows: int) -> Tensor:
         """Room for hidden states [rows, D]."""
         return self.decoder.embed.new_zeros(rows, self.decoder.embed.shape[1])
@@ -134,7 +138,7 @@ class TorchCompute:
         layers = range(len(self.decoder.layers))
         x = self.run(inputs, layers, rows=inputs.logit_rows)
         self.hidden = self.decoder.norm(x)
-        if self.kept is not None and step.kind.decode:
+        if self.kept is not None and step.kind.captured:
             self.kept[: len(self.hidden)].copy_(self.hidden)
         tensor_of(outputs["logits"]).copy_(self.decoder.logits(self.hidden))
 

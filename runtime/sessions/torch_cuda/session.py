@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Protocol, cast
@@ -11,13 +12,20 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.memory import LESS_MEMORY, within_memory
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.sessions.adapters import LoadedAdapter, distinct
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
-from kvlathe.runtime.sessions.gpu.session import Compute, DeviceSession
+from kvlathe.runtime.sessions.gpu.session import Compute, DecodeGraph, DeviceSession
+from kvlathe.runtime.sessions.gpu.step_buffer import (
+    MOST_GRAPH_ROWS,
+    StepKind,
+    fits_graph,
+    graph_rows,
+)
 from kvlathe.runtime.sessions.protocols import (
     Capability,
     Choose,
@@ -44,6 +52,10 @@ class HiddenCompute(Compute, Protocol):
         """Room for hidden states [rows, D]."""
         ...
 
+    def bundles(self, kind: StepKind) -> bool:
+        """Whether rows of a sequence are attended together in a step without chunks."""
+        ...
+
 
 class TorchSession(DeviceSession):
     """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
@@ -52,12 +64,31 @@ class TorchSession(DeviceSession):
     capabilities: frozenset[Capability] = DevicePages.capabilities.union(
         ("samples", "counts_tokens", "page_sums", "hidden_states")
     )
+    captures_guesses = True
+    """Whether CUDA graphs take steps with several rows a sequence, too."""
     _tokens: Tensor | None = None  # of the step before
     _counts: TokenCounts | None = None
 
     def start(self, step: StepPlan) -> Choose:
         """As Session.start."""
         return partial(self._choose, tensor_of(self.launch(step)))
+
+    def graph_for(self, step: StepPlan, kind: StepKind) -> DecodeGraph | None:
+        """As DeviceSession.graph_for. A step of guesses has logits of all its rows."""
+        rows = graph_rows(len(step.input_ids))
+        whole = len(step.logit_rows) == len(step.input_ids) and not kind.chunks
+        able = self.captures_guesses and self._states is None and not self._observes
+        able = able and os.environ.get(UNPROVEN) == "1"
+        if (
+            kind.decode
+            or not (able and whole and rows)
+            or not fits_graph(step, self.widths)
+        ):
+            return super().graph_for(step, kind)
+        batch = next(n for n in self.batch_sizes if n >= len(step.lengths))
+        rows = max(rows, batch)
+        guessed = StepKind(False, rows, bundles=self.computes.bundles(kind))
+        return self.graph(batch, step.adapters is not None, guessed)
 
     @property
     def computes(self) -> HiddenCompute:
@@ -67,16 +98,17 @@ class TorchSession(DeviceSession):
     def keep_hidden(self) -> None:
         """As Session.keep_hidden. Graphs are captured again that do not keep it."""
         if self.computes.kept is None:
-            self.computes.kept = self.computes.room(max(self.batch_sizes))
+            most = max(*self.batch_sizes, MOST_GRAPH_ROWS)
+            self.computes.kept = self.computes.room(most)
             self.forget_graphs()
 
     @torch.inference_mode()
     def hidden(self) -> Hidden:
         """As Session.hidden: a copy, as the next step may overwrite it."""
         found = self.computes.hidden
-        if self.decoded:
+        if self.replayed:
             assert self.computes.kept is not None
-            found = self.computes.kept[: self.decoded]
+            found = self.computes.kept[: self.replayed]
         assert found is not None
         return found.clone()
 

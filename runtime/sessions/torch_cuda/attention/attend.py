@@ -29,6 +29,7 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import WindowForm, window_form
+from kvlathe.runtime.sessions.gpu.step_buffer import StepKind
 from kvlathe.runtime.sessions.torch_cuda.attention import bundles
 from kvlathe.runtime.sessions.torch_cuda.attention.layer import (
     LayerAttention,
@@ -136,11 +137,18 @@ class Attention:
             self.plan_calls(calls)
         return calls
 
+    def bundles(self, kind: StepKind) -> bool:
+        """Whether rows of a sequence are attended together in a step without chunks."""
+        most = self.most_bundled
+        return self.bundling.rows(most, kind.short, self.pool.device) > 1
+
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """Queue what each of ``tokens`` rows may read."""
         most = 1 if step.kind.decode else self.most_bundled
         # Without tiles a chunk's rows are as many as read the same tokens.
-        if has_tiles(self.plan) or not step.kind.chunks:
+        if step.kind.bundles is not None:
+            most = most if step.kind.bundles else 1
+        elif has_tiles(self.plan) or not step.kind.chunks:
             most = self.bundling.rows(most, step.kind.short, self.pool.device)
         lists = self._list_sizes(step, tokens)
         spread = Spread.empty(step, tokens, lists, self.parts, most > 1)

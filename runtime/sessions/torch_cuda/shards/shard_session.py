@@ -59,6 +59,8 @@ class ShardDevice(TorchDevice):
 class ShardSession(TorchSession):
     """A TorchSession with the logits of its part of the vocabulary."""
 
+    captures_guesses = False  # shards would not capture at the same steps
+
     def __init__(
         self,
         device: Device,

@@ -51,6 +51,7 @@ class EvictingSession(TorchSession):
     capabilities: frozenset[Capability] = TorchSession.capabilities.union(
         ("moves_tokens",)
     )
+    captures_guesses = False
 
     def __init__(
         self,
