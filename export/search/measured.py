@@ -282,14 +282,16 @@ def plan_of(
 
 def exam_note(tokens: int, served: int, layer_windows: Sequence[int]) -> dict[str, str]:
     """Notes of what was priced at positions of up to ``tokens``, and a warning where
-    longer sequences are ``served``. ``layer_windows``: those of the model's layers."""
+    longer sequences are ``served`` than were read. ``layer_windows``: those of the
+    model's layers."""
     read = min(tokens, FAR_TOKENS)
     reach = tokens if spread_over(layer_windows) else read
     at = f" at positions of up to {reach:,}" if reach > read else ""
     priced_on = {"priced on": f"sequences of up to {read:,} tokens{at}"}
-    if served <= reach:
+    if served <= read:
         return priced_on
     fact = f"this plan was priced on {priced_on['priced on']}, and serves {served:,}"
-    reason = "what heads need of more distant tokens was not examined"
+    unseen = "of more distant" if served > reach else "among so many"
+    reason = f"what heads need {unseen} tokens was not examined"
     remedy = "Measure it: kvlathe eval --suite"
     return priced_on | {"reach": f"{fact}: {reason}. {remedy}."}

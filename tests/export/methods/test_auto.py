@@ -93,6 +93,20 @@ def test_sequences_that_were_not_examined_are_warned_of(
     assert ("and serves 2,049" in str(plan.notes.get("reach"))) == warns
 
 
+@pytest.mark.parametrize(("own", "unseen"), [(0, "so many"), (128, "more distant")])
+def test_gaps_are_told_of(
+    own: int, unseen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distances of all that is served are examined by fewer tokens, unless a layer has
+    a window of its own."""
+    monkeypatch.setattr(measured, "FAR_TOKENS", 512)
+    notes = measured.exam_note(2048, 2048, [0, own])
+    gaps = " at positions of up to 2,048" if not own else ""
+    assert notes["priced on"] == f"sequences of up to 512 tokens{gaps}"
+    assert unseen in notes["reach"]
+    assert measured.spread_over([0, own]) == (not own)
+
+
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("rank", [16, 48, 64])
 def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
