@@ -57,8 +57,8 @@ class HackOptions(MethodOptions):
     group: int | None = option(
         None,
         Choice(64, 32, 128),
-        "Numbers that share a scale. [default: 64; all of a token's where keys and "
-        "values are by token in 8 bits]",
+        "Numbers that share a scale. [default: 64; all of a token's values in 8 bits, "
+        "and of its keys where both are by token]",
     )
     levels: Literal["even", "normal"] | None = option(
         None,
@@ -193,15 +193,18 @@ def _tier(options: HackOptions, keys: Literal["channel", "token"]) -> Tier:
     few = few and nearest and is_turned
     multiplies = keys == "token" and (values == "channel" or fixed)
     _check_products(options, multiplies)
-    is_of_rows = keys == values == "token" and bits_k == bits_v == 8
-    group = options.group or (WHOLE_RANK if is_of_rows else GROUP)
+    by_token = values == "token", keys == values == "token"
+    group_v, group_k = (
+        options.group or (WHOLE_RANK if whole and bits == 8 else GROUP)
+        for whole, bits in zip(by_token, (bits_v, bits_k), strict=True)
+    )
     return Tier(
         bits_k,
         bits_v,
         axis_k="token" if keys == "channel" else "rank",
         axis_v="token" if values == "channel" else "rank",
-        group_k=group,
-        group_v=group,
+        group_k=group_k,
+        group_v=group_v,
         arithmetic=options.arithmetic or ("int" if multiplies else "float"),
         rounding=options.rounding,
         sums=options.sums == "stored",

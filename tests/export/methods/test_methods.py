@@ -17,6 +17,7 @@ from kvlathe.export.methods.evidence import evidence
 from kvlathe.export.methods.hack import HackOptions
 from kvlathe.export.methods.lowrank import best_ratio
 from kvlathe.export.methods.options import RankOptions
+from kvlathe.plan.formats import WHOLE_RANK
 from kvlathe.plan.layout import CacheLayout
 from tests.support import stats_cases
 from tests.support.method_cases import FORM, LOW_RANK, plan_of
@@ -29,6 +30,24 @@ def every_way() -> Iterator[dict[str, Any]]:
         )
         yield {"allocation": allocation, "rope_fold": "planes"}
     yield {"centre": True}
+
+
+@pytest.mark.parametrize(
+    ("request_name", "groups"),
+    [
+        ("hack:bits=8", (64, WHOLE_RANK)),
+        ("hack:bits=8,keys=token,values=token", (WHOLE_RANK, WHOLE_RANK)),
+        ("hack:bits=8,keys=token,values=token,group=128", (128, 128)),
+        ("hack:bits=8,group=32", (32, 32)),
+        ("hack:bits=8,arithmetic=int", (64, 64)),
+        ("hack:bits=4,keys=token,values=token", (64, 64)),
+    ],
+)
+def test_a_token_of_eight_bits_is_one_group_unless_asked_otherwise(
+    request_name: str, groups: tuple[int, int], made_up: Stats
+) -> None:
+    (tier,) = (x for x in plan_of(request_name, made_up).index.tiers if x.is_coded)
+    assert (tier.group_k, tier.group_v) == groups
 
 
 @pytest.mark.parametrize("request_name", LOW_RANK)
