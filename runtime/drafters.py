@@ -9,6 +9,7 @@ from kvlathe.base import devices
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import EngineFolder, open_engine
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.memory import states_room
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.drafting.draft_model import DraftModel
@@ -31,16 +32,11 @@ other, and take each other's time."""
 def check_speculation(plan: CompressionPlan) -> None:
     """Raises KvlatheError where guesses that are wrong would leave something behind."""
     if plan.index.ranked:
-        fact = "its plan ranks tokens, and wrong guesses would rank among them"
-        remedy = (
-            "leave --speculative out, or build with a compression that ranks no tokens"
+        raise KvlatheError(
+            "this engine cannot speculate",
+            "its plan ranks tokens, and wrong guesses would rank among them",
+            "leave --speculative out, or build with a compression that ranks no tokens",
         )
-    elif any(plan.model.states):
-        fact = "its layers keep states, and a wrong guess would stay in them"
-        remedy = "leave --speculative out"
-    else:
-        return
-    raise KvlatheError("this engine cannot speculate", fact, remedy)
 
 
 def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
@@ -98,6 +94,7 @@ def draft_engine(opened: EngineFolder, tokenizer: Tokenizer, large: Engine) -> E
     longest = limits.max_seq_len
     held = large.pool.arena_bytes // large.pool.layout.bytes_for(longest)
     size = (min(count, held) + 1) * layout.bytes_for(longest)
+    size += states_room(layout, limits.max_batch_size)
     device = None if opened.manifest.backend == "cuda" else "cpu"
     wanted = Wanted(device, 1, devices.GPU_MEMORY_UTILIZATION, size, THREADS)
     found = load_session(opened, opened.manifest, wanted)

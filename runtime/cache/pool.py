@@ -271,7 +271,7 @@ class PagePool(PageArena):
         p = self.plan.page_tokens
         kept: Pages = []
         for b, ids in enumerate(table.pages):
-            kept.append(ids[: -(-done.lengths[b] // p)] if arriving[b] else ids)
+            kept.append(ids[: -(-done.lengths[b] // p)] if self._one[b] else ids)
         done.change.keep(kept)
 
     def commit(self, done: Reservation) -> None:

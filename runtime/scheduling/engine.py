@@ -137,7 +137,7 @@ class Engine:
             return []
         changed: list[Sequence] = []
         chunks = step.chunks
-        tokens = step.tokens - sum([len(chunk.drafts) for chunk in chunks])
+        tokens = step.tokens - sum([chunk.extra for chunk in chunks])
         steps = [step]
         while steps:
             step = steps.pop()

@@ -225,9 +225,8 @@ class Scheduler:
         del decoding[most:]
         guesses: dict[Sequence, list[int]] = {}
         if self.speculation.drafter is not None:
-            guesses = self.speculation.guesses(
-                decoding, self.pool, most - len(decoding)
-            )
+            room = most - sum([1 + sequence.behind for sequence in decoding])
+            guesses = self.speculation.guesses(decoding, self.pool, room)
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
@@ -239,16 +238,17 @@ class Scheduler:
                     decoding.pop()
 
     def _decode_chunk(self, sequence: Sequence, guess: Items[int]) -> DecodeChunk:
-        """Its newest token and, where there are pages for it, what is guessed to
-        follow."""
-        count = 1 + len(guess)
+        """Its newest token, those behind and, where there are pages for it, what is
+        guessed to follow."""
+        behind = sequence.behind
+        count = behind + 1 + len(guess)
         try:
             room = self.pool.reserve(sequence.table, count, seal=True)
         except OutOfPages:
             if not guess:
                 raise
             return self._decode_chunk(sequence, ())
-        wanted = range(count) if guess else ONLY_ROW
+        wanted = range(behind, count) if count > 1 else ONLY_ROW
         return DecodeChunk(sequence, count, room, wanted, completes=True, drafts=guess)
 
     def _prefill(self, chunks: list[PrefillChunk], decodes: Items[DecodeChunk]) -> bool:
@@ -385,7 +385,7 @@ class Scheduler:
             self.remember(sequence)
             self.pool.release(sequence.table)
             self.costs.lost(sequence.cached)
-            sequence.cached = 0
+            sequence.cached = sequence.behind = 0
         else:
             with self._moving(size):
                 self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)

@@ -58,6 +58,8 @@ class Sequence:
 
     ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step
     may run on them before the host knows what they are.
+    ``behind``: tokens before the newest that the next decode computes once more: they
+    stood among guesses, some of which were wrong, and its state is that before them.
 
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
     turns with the others. ``adapter``: what its tokens pass beside the engine's maps.
@@ -87,6 +89,7 @@ class Sequence:
     guide: Guide | None = None
     cached: int = 0
     pending: int = 0
+    behind: int = 0
     salt: bytes = b""
     adapter: LoadedAdapter | None = None
     observed_rows: ObservedRows | None = None
@@ -161,16 +164,13 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether its next chunk is just its newest token."""
-        return self.cached + 1 == self.length > self.prompt_tokens
+        """Whether its next chunk is just its newest token, and those ``behind``."""
+        return self.cached + self.behind + 1 == self.length > self.prompt_tokens
 
     @property
     def decodes(self) -> bool:
         """Whether the next step takes its newest token, known here or not."""
-        length = len(self.tokens) + self.pending
-        if self.cached + 1 != length or length <= self.prompt_tokens:
-            return False
-        return not self.pending or self.grows
+        return self.decoding and (not self.pending or self.grows)
 
     def sharable(self, seals: bool) -> list[int]:
         """Tokens whose pages another sequence would compute alike: where pages seal,
@@ -232,6 +232,7 @@ class Sequence:
         path = self.path
         added = path.advance(count, rows)
         self.cached += added
+        self.behind = 0
         if added and path.rows is not None:  # the last pass of a prompt has ended
             self.prompt_rows = path.rows
             self.path = path.after
@@ -305,7 +306,8 @@ class Chunk:
     others that continue the same prompt. ``drafts``: its last rows are of tokens that
     are guessed. Once the step has run, ``logits`` [wanted, vocab] are what the wanted
     rows gave, where the host has them; ``choices`` the tokens that follow, where the
-    sequence grows, and ``count`` is without guesses that were wrong.
+    sequence grows, and ``count`` is without guesses that were wrong: 0 where its state
+    must be that before all of them.
     """
 
     sequence: Sequence
@@ -329,6 +331,16 @@ class Chunk:
         """Everything that the choice of each token that follows it depends on."""
         return [self.sequence.request]
 
+    @property
+    def extra(self) -> int:
+        """Rows beside those that a step without guesses has."""
+        return 0
+
+    @property
+    def stayed(self) -> int:
+        """Guesses that were right."""
+        return max(0, len(self.choices) - 1)
+
     def advance(self, rows: PassRows | None) -> None:
         """Record that it was computed, as ``rows`` of its step."""
         self.sequence.advance(self.count, rows)
@@ -346,13 +358,19 @@ class PrefillChunk(Chunk):
 
 
 class DecodeChunk(Chunk):
-    """The newest token of an answer and, behind it, ``drafts``."""
+    """The newest token of an answer, after those that are computed once more, and
+    ``drafts`` after it. The rows from the newest on want logits."""
 
     __slots__ = ()
 
     @property
     def ids(self) -> list[int]:
-        return [*self.sequence.ids(1), *self.drafts]
+        known = self.count - len(self.drafts)
+        return [*self.sequence.ids(known), *self.drafts]
+
+    @property
+    def extra(self) -> int:
+        return self.wanted[0] + len(self.drafts)
 
     @property
     def requests(self) -> list[Request]:
@@ -373,7 +391,10 @@ class DecodeChunk(Chunk):
 
     def advance(self, rows: PassRows | None) -> None:
         self.sequence.cached += self.count
+        self.sequence.behind = 0 if self.count else len(self.choices)
 
-    def first(self, count: int) -> DecodeChunk:
-        """Without guesses: its newest token alone."""
-        return replace(self, count=1, drafts=())
+    def first(self, count: int) -> Chunk:
+        """Without guesses; where it has none, ``count`` of its tokens."""
+        if self.drafts:
+            return replace(self, drafts=())
+        return PrefillChunk(self.sequence, count, self.reservation)

@@ -337,7 +337,7 @@ class Step:
         passes, pool = plan.passes, self.context.pool
         for place, chunk in enumerate(self.chunks):
             pool.commit(chunk.reservation)
-            if self._state_after is not None:
+            if self._state_after is not None and chunk.count:
                 chunk.sequence.table.state = self._state_after(place)
             chunk.advance(passes[place] if passes else None)
         for chunk in self.prefills:

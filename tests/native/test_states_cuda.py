@@ -17,6 +17,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from tests.native.library import Library
 from tests.support.checkpoints import make
+from tests.support.drafts import Reader, trying
 from tests.support.preemption import preempt_all
 
 NAMES = (
@@ -84,7 +85,7 @@ def gpu(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     ("name", "method"),
     [*[(name, "none") for name in NAMES], *[(name, "hack:bits=8") for name in CODED]],
 )
-def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
+def test_texts_are_equal_alone_together_speculated_with_prefixes_and_preempted(
     name: str,
     method: str,
     gpu: Library,
@@ -110,6 +111,10 @@ def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
     with LLM.load(folder, cache_bytes=small) as llm:
         alone = [texts(llm, [one])[0] for one in asked]
         judge.alike(asked, texts(llm, asked), alone)
+        whole = [[*one, *answer] for one, answer in zip(asked, alone, strict=True)]
+        made = llm.engine.speculate(trying(Reader(3, 0.2, whole)))
+        judge.alike(asked, texts(llm, asked), alone)
+        assert made.drafted > made.accepted > 100
         layout = CacheLayout(llm.plan)
     with LLM.load(folder, cache_bytes=small, share_prefixes=True) as llm:
         prefixes = llm.engine.scheduler.prefixes

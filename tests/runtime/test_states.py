@@ -20,8 +20,11 @@ from kvlathe.plan.deal import deal
 from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import memory_table, states_room
+from kvlathe.runtime.drafters import draft_engine
+from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.llm import LLM
 from tests.support.checkpoints import WITH_STATES, whole_plan
+from tests.support.drafts import Reader, trying
 from tests.support.nightly import rest_nightly
 from tests.support.preemption import preempt_all
 
@@ -111,14 +114,47 @@ def test_texts_are_equal_alone_together_with_prefixes_and_preempted(
     assert preempted > 10
 
 
-def test_sequences_stay_and_nothing_is_guessed(
-    engine: tuple[Path, torch.nn.Module], tmp_path: Path
+def test_guesses_change_no_text(
+    engine: tuple[Path, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Right and wrong ones: alone, together, and with prefixes and preempted."""
+    folder, asked = engine[0], prompts()
+    with LLM.load(folder) as llm:
+        plain = texts(llm, asked)
+        whole = [[*one, *answer] for one, answer in zip(asked, plain, strict=True)]
+        made = llm.engine.speculate(trying(Reader(3, 0.2, whole)))
+        assert texts(llm, asked) == plain
+        assert texts(llm, asked[:1]) == plain[:1]
+        assert 0.3 < made.accepted / made.drafted < 0.8
+        layout = CacheLayout(llm.plan)
+    size = states_room(layout, BATCH) + int(layout.bytes_for(180) * 2.2)
+    for recomputes in (True, False):
+        with LLM.load(folder, cache_bytes=size, share_prefixes=recomputes) as llm:
+            preempt_all(llm.engine.scheduler, recomputes, monkeypatch)
+            llm.engine.speculate(trying(Reader(4, 0.2, whole)))
+            assert texts(llm, asked) == plain
+            assert llm.engine.scheduler.preemptions
+
+
+def test_a_draft_engine_may_keep_states(
+    engine: tuple[Path, torch.nn.Module],
+) -> None:
+    """The same engine: all its guesses are right."""
+    asked = prompts()[:6]
     with LLM.load(engine[0]) as llm:
-        with pytest.raises(KvlatheError, match="keep a state"):
-            _ = llm.exchange
-        with pytest.raises(KvlatheError, match="cannot speculate"):
-            llm.speculate()
+        plain = texts(llm, asked)
+        guessing = draft_engine(engine[0], llm.tokenizer, llm.engine)
+        made = llm.engine.speculate(trying(DraftModel(guessing)))
+        assert texts(llm, asked) == plain
+        assert made.accepted > 0.9 * made.drafted > 100
+
+
+def test_sequences_stay(engine: tuple[Path, torch.nn.Module]) -> None:
+    with (
+        LLM.load(engine[0]) as llm,
+        pytest.raises(KvlatheError, match="keep a state"),
+    ):
+        _ = llm.exchange
 
 
 def test_states_count_in_the_memory_of_an_engine(

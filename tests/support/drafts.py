@@ -51,13 +51,31 @@ class Prophet:
         text = list(tokens)
         for _ in range(count):
             token = following(text)
-            if self.random.random() < self.error:
+            if self.errs():
                 token = int(self.random.integers(VOCABULARY))
             text.append(token)
         return text[len(tokens) :]
 
+    def errs(self) -> bool:
+        return self.random.random() < self.error
+
     def forget(self, sequence: Sequence) -> None:
         self.known.discard(sequence)
+
+
+class Reader(Prophet):
+    """As Prophet, where ``texts`` are what a model says."""
+
+    def __init__(self, seed: int, error: float, texts: Items[Items[int]]) -> None:
+        super().__init__(seed, error)
+        self.texts = texts
+
+    def guess(self, tokens: list[int], count: int) -> list[int]:
+        guess: list[int] = []
+        for text in self.texts:
+            if [*text[: len(tokens)]] == tokens:
+                guess = [*text[len(tokens) : len(tokens) + count]]
+        return [(token + 1) % 50 if self.errs() else token for token in guess]
 
 
 def trying(drafter: Drafter, ends: frozenset[int] = frozenset()) -> Speculation:

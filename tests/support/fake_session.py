@@ -58,6 +58,14 @@ def solo(prompt: Items[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+STATE_NUMBERS = 3
+
+
+def state_of(tokens: Int32) -> tuple[int, int, int]:
+    """What a layer keeps of ``tokens``: zeros of none."""
+    return len(tokens), *divmod(zlib.crc32(tokens.tobytes()), 1 << 16)
+
+
 class SamplesThere(Session):
     """Samples where the logits of ``session`` are, as sessions on a GPU do: the tokens
     of a step are known there before they are known to the host."""
@@ -140,6 +148,10 @@ class FakeSession(Session):
             assert step.positions[start:end].tolist() == list(
                 range(len(known) - (end - start), len(known))
             )
+            if step.states is not None and step.states_after is not None:
+                before = known[: len(known) - (end - start)]
+                assert tuple(step.states[b]) == state_of(before)
+                step.states_after[b] = state_of(known)
             while row < len(logits) and step.logit_rows[row] < end:
                 logits[
                     row,

@@ -31,6 +31,7 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.drafts import trying
 from tests.support.fake_session import (
     SHAPE,
+    STATE_NUMBERS,
     FakeSession,
     RankedSession,
     SamplesThere,
@@ -40,7 +41,8 @@ from tests.support.fake_session import (
 from tests.support.runtime_cases import HOT, plan_for, plans, ranked_plans
 
 KINDS = ("one", "split", "sealed", "sealed after", "sealed split", "windowed")
-KINDS += ("sealed windows",)
+KINDS += ("sealed windows", "one with states", "sealed with states")
+WITH_STATES = " with states"
 RANKED = ("divided", "budget", "sealed budget", "staged", "staged budget")
 BROKEN = 250
 LIMITS = Limits(max_batch_size=6, max_num_tokens=48, max_input_len=96, max_seq_len=160)
@@ -49,7 +51,11 @@ LIMITS = Limits(max_batch_size=6, max_num_tokens=48, max_input_len=96, max_seq_l
 @cache
 def plan_of(kind: str) -> CompressionPlan:
     if kind in KINDS:
-        return plans(SHAPE, page=32, chunk=64)[kind]
+        plan = plans(SHAPE, page=32, chunk=64)[kind.removesuffix(WITH_STATES)]
+        if not kind.endswith(WITH_STATES):
+            return plan
+        shape = dataclasses.replace(plan.model, states=(STATE_NUMBERS,))
+        return dataclasses.replace(plan, model=shape)
     return exact(
         staged(kind == "staged budget")
         if "staged" in kind

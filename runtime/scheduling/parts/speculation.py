@@ -155,7 +155,10 @@ class Speculation(StepPart):
             self.drafter.forget(sequence)
 
     def _most(self, sequence: Sequence, pool: PagePool) -> int:
-        """Rows behind its newest token's that the page and the answer have room for."""
+        """Rows behind its newest token's that the page and the answer have room for;
+        none where its last guesses are made good."""
+        if sequence.behind:
+            return 0
         page = pool.to_page_end(sequence.table)
         return min(self.most, page - 1, sequence.most_tokens - sequence.length - 1)
 
@@ -210,13 +213,17 @@ class Speculation(StepPart):
 
     def after(self, step: Step) -> None:
         """Keep of the guesses that were tried those that were right and the token after
-        them. The room of the others is given back when the step is committed."""
+        them. The room of the others is given back when the step is committed. A state
+        has seen them all: it stays that before the step unless all were right, and the
+        tokens that stay are computed once more."""
+        keeps_states = any(step.context.pool.plan.model.states)
         for chunk in step.chunks:
             if not chunk.drafts:
                 continue
             chunk.choices = kept(chunk.drafts, chunk.choices)
             count = len(chunk.choices)
             if count < chunk.count:
+                count = 0 if keeps_states else count
                 step.context.pool.shorten(chunk.reservation, count)
                 chunk.count = count
         if self._watching is not None:
@@ -227,7 +234,7 @@ class Speculation(StepPart):
         expected, before = 0.0, self.accepted
         for chunk in chunks:
             if chunk.drafts and chunk.choices:
-                sequence, stayed = chunk.sequence, chunk.count - 1
+                sequence, stayed = chunk.sequence, chunk.stayed
                 expected += sum(self._chances[sequence][: len(chunk.drafts)])
                 self.drafts += 1
                 self.drafted += len(chunk.drafts)
@@ -244,8 +251,8 @@ class Speculation(StepPart):
         sequences, rows = len(chunks), 0
         stayed = 0
         for chunk in chunks:
-            rows += len(chunk.drafts)
-            stayed += chunk.count - 1
+            rows += chunk.extra
+            stayed += chunk.stayed
         plain = self.costs.plain(sequences)
         looked, self._looked = self._looked, 0.0
         if rows:
@@ -268,8 +275,8 @@ class Speculation(StepPart):
         decodes = [chunk for chunk in chunks if not chunk.is_prefill]
         rows, stayed = 0, 0
         for chunk in decodes:
-            rows += len(chunk.drafts)
-            stayed += len(chunk.drafts) and chunk.count - 1
+            rows += chunk.extra
+            stayed += chunk.stayed
         looked, self._looked = self._looked, 0.0
         if decodes:
             plain = self.costs.plain(len(decodes))
