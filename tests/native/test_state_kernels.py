@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import util
-from typing import cast
+from functools import cache
+from importlib import import_module, util
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,12 +72,31 @@ def parts_of(mixing: Mixing, draw: Callable[..., Tensor]) -> MixerParts:
     )
 
 
+@cache
+def interpret() -> None:
+    """Triton's interpreter knows no such products as GPUs have, and takes a loop's end
+    from an array of one number, which newer NumPy does not."""
+    from kvlathe.runtime.sessions.torch_cuda import state_kernels
+
+    state_kernels.PRECISION = "ieee"
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: Any) -> None:  # noqa: ANN401
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 Memory = Callable[[StepStates, int, Mixing], MixerMemory]
 
 
 def kernels(step: StepStates, first: int, mixing: Mixing) -> MixerMemory:
     if util.find_spec("triton") is None:
         pytest.skip("no Triton")
+    if DEVICE == "cpu":
+        interpret()
     return KernelTokens(step, first, mixing)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvlathe.layers.mixers import LEAST_NORM, MixerParts, Mixing
-from kvlathe.layers.recurrence import ChunkProducts
+from kvlathe.layers.mixers import LEAST_NORM, HeadRows, MixerParts, Mixing
+from kvlathe.layers.recurrence import CHUNK
 from kvlathe.runtime.sessions.torch_cuda.model.triton_jit import jit
 
 triton, tl = import_module("triton"), import_module("triton.language")
@@ -28,8 +28,12 @@ else:  # Triton reads annotations, and knows no others
 
 CHANNELS, VALUES = 512, 32
 """Channels, and dims of a value, of one program."""
+PRECISION = "bf16x3"
+PRODUCT_WARPS, STEP_WARPS, STAGES, BLOCK = 4, 4, 2, 32
 LEAST = 16
 """Dims that a product of matrices has at least."""
+COLUMNS = 64
+"""Columns of a chunk's values that are solved at a time."""
 WARPS = 4
 TYPES = {
     torch.float16: tl.float16,
@@ -158,41 +162,132 @@ def _head_step(channels: Tensor, channel_stride: int, gates: Tensor, gate_stride
 # fmt: on
 
 
+@jit
+def _inverse(
+    system: Tensor, C: constexpr, N: constexpr, PART: constexpr, PRECISION: constexpr
+) -> Tensor:
+    """system [C, C], 0 from the diagonal on -> the inverse of 1 + system: N parts on its
+    diagonal row by row, and the rest, of which N products are 0, by products."""
+    i, part, t = tl.arange(0, PART), tl.arange(0, N), tl.arange(0, C)
+    row = i[None, :, None]
+    own = part[:, None, None, None] == part[None, None, :, None]
+    parts = tl.reshape(system, [N, PART, N, PART])
+    solved = -tl.sum(tl.where(own, parts, 0.0), 2)
+    for r in range(1, PART):
+        line = tl.sum(tl.where(row == r, solved, 0.0), 1)
+        line += tl.sum(line[:, :, None] * solved, 1)
+        solved = tl.where(row == r, line[:, None, :], solved)
+    solved += tl.where(row == i[None, None, :], 1.0, 0.0)
+    whole = tl.where(own, solved[:, :, None, :], 0.0)
+    whole = tl.reshape(whole, [C, C])
+    rest = tl.where(t[:, None] // PART == t[None, :] // PART, 0.0, system)
+    rest = tl.dot(whole, rest, input_precision=PRECISION)
+    twice = tl.dot(rest, rest, input_precision=PRECISION)
+    whole += tl.dot(twice, whole, input_precision=PRECISION)
+    return whole - tl.dot(rest, whole, input_precision=PRECISION)
+
+
 # fmt: off
 @jit
-def _chunk_steps(reads: Tensor, own: Tensor, keys: Tensor, values: Tensor, left: Tensor,
-                 replaced: Tensor, y: Tensor, states: Tensor, firsts: Tensor,
-                 counts: Tensor, H: constexpr, C: constexpr, DK: constexpr,
+def _chunk_products(q: Tensor, q_stride: int, k: Tensor, k_stride: int, v: Tensor,
+                    v_stride: int, decays: Tensor, strengths: Tensor, rows: Tensor,
+                    tokens: int, totals: Tensor, own: Tensor, values: Tensor,
+                    replaced: Tensor, H: constexpr, GROUPS: constexpr, C: constexpr,
+                    DK: constexpr, DV: constexpr, IS_DELTA: constexpr, BLOCK: constexpr,
+                    PART: constexpr, PRECISION: constexpr) -> None:
+    """All of one chunk and one head that no state is needed for: as ``chunk_products``,
+    but ``totals`` in place of what they scale."""
+    n, h = tl.program_id(0), tl.program_id(1)
+    t, of_group = tl.arange(0, C), h // (H // GROUPS) * DK
+    row = tl.load(rows + n * C + t)
+    here = row < tokens
+    total = tl.cumsum(tl.load(decays + row * H + h, mask=here, other=0.0), 0)
+    at = (n * H + h) * C + t
+    tl.store(totals + at, total)
+    among = tl.zeros([C, C], tl.float32)
+    system = tl.zeros([C, C], tl.float32)
+    for first in tl.static_range(0, DK, BLOCK):
+        i = first + tl.arange(0, BLOCK)[None, :]
+        inside = here[:, None] & (i < DK)
+        given = q + row[:, None] * q_stride + of_group + i
+        query = tl.load(given, mask=inside, other=0.0)
+        given = k + row[:, None] * k_stride + of_group + i
+        key = tl.load(given, mask=inside, other=0.0)
+        among += tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if IS_DELTA:
+            system += tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    left = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+    before = t[:, None] > t[None, :]
+    among = tl.where(before | (t[:, None] == t[None, :]), among * left, 0.0)
+    tl.store(own + at[:, None] * C + t[None, :], among)
+    if IS_DELTA:
+        share = tl.load(strengths + row * H + h, mask=here, other=0.0)
+        system = tl.where(before, system * left * share[:, None], 0.0)
+        solved = _inverse(system, C, C // PART, PART, PRECISION)
+        for first in tl.static_range(0, DV, BLOCK):
+            j = first + tl.arange(0, BLOCK)[None, :]
+            given = v + row[:, None] * v_stride + h * DV + j
+            value = tl.load(given, mask=here[:, None] & (j < DV), other=0.0)
+            value = tl.dot(solved, value * share[:, None], input_precision=PRECISION)
+            tl.store(values + at[:, None] * DV + j, value, mask=j < DV)
+        share *= tl.exp(total)
+        for first in tl.static_range(0, DK, BLOCK):
+            i = first + tl.arange(0, BLOCK)[None, :]
+            given = k + row[:, None] * k_stride + of_group + i
+            key = tl.load(given, mask=here[:, None] & (i < DK), other=0.0)
+            gone = tl.dot(solved, key * share[:, None], input_precision=PRECISION)
+            tl.store(replaced + at[:, None] * DK + i, gone, mask=i < DK)
+
+
+@jit
+def _chunk_steps(q: Tensor, q_stride: int, k: Tensor, k_stride: int, values: Tensor,
+                 v_stride: int, rows: Tensor, tokens: int, totals: Tensor, own: Tensor,
+                 replaced: Tensor, y: Tensor, memory: Tensor, slot_stride: int,
+                 before: Tensor, after: Tensor, firsts: Tensor, counts: Tensor,
+                 H: constexpr, GROUPS: constexpr, C: constexpr, DK: constexpr,
                  DV: constexpr, IS_DELTA: constexpr, KEYS: constexpr,
-                 BLOCK: constexpr) -> None:
+                 BLOCK: constexpr, PRECISION: constexpr) -> None:
     """The chunks of one sequence, one head, some dims of its values, one after the other:
     as ``ChunkProducts.run``."""
     s, h = tl.program_id(0), tl.program_id(1)
-    i, j = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.arange(0, C)
-    in_key, in_value = i[None, :] < DK, j[None, :] < DV
-    state_at = states + ((s * H + h) * DK + i[:, None]) * DV + j[None, :]
-    in_state = (i[:, None] < DK) & in_value
-    state = tl.load(state_at, mask=in_state, other=0.0)
+    i, t = tl.arange(0, KEYS)[None, :], tl.arange(0, C)
+    j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    in_key, in_value = i < DK, j < DV
+    of_group = h // (H // GROUPS) * DK + i
+    down = tl.arange(0, KEYS)[:, None]
+    tile = (h * DK + down) * DV + j
+    in_state = (down < DK) & in_value
+    source = memory + tl.load(before + s) * slot_stride
+    state = tl.load(source + tile, mask=in_state, other=0.0)
     count = tl.load(counts + s)
-    step = count * 0
-    while step < count:
-        rows = ((tl.load(firsts + step) + s) * H + h) * C + t[:, None]
-        by_key, by_value = rows * DK + i[None, :], rows * DV + j[None, :]
-        value = tl.load(values + by_value, mask=in_value, other=0.0)
+    for step in range(count):
+        n = tl.load(firsts + step) + s
+        row = tl.load(rows + n * C + t)
+        here = (row < tokens)[:, None]
+        at = (n * H + h) * C + t
+        total = tl.load(totals + at)
+        whole = tl.load(totals + (n * H + h) * C + C - 1)
         if IS_DELTA:
-            gone = tl.load(replaced + by_key, mask=in_key, other=0.0)
-            value -= tl.dot(gone, state, input_precision="tf32x3")
-        read = tl.load(reads + by_key, mask=in_key, other=0.0)
-        out = tl.dot(read, state, input_precision="tf32x3")
-        among = tl.load(own + rows * C + t[None, :])
-        out += tl.dot(among, value, input_precision="tf32x3")
-        tl.store(y + by_value, out, mask=in_value)
-        key = tl.load(keys + by_key, mask=in_key, other=0.0)
-        state *= tl.load(left + (tl.load(firsts + step) + s) * H + h)
-        state += tl.dot(tl.trans(key), value, input_precision="tf32x3")
-        step += 1
-    tl.store(state_at, state, mask=in_state)
+            value = tl.load(values + at[:, None] * DV + j, mask=in_value, other=0.0)
+            gone = tl.load(replaced + at[:, None] * DK + i, mask=in_key, other=0.0)
+            value -= tl.dot(gone, state, input_precision=PRECISION)
+        else:
+            given = values + row[:, None] * v_stride + h * DV + j
+            value = tl.load(given, mask=here & in_value, other=0.0)
+        of_query = q + row[:, None] * q_stride + of_group
+        query = tl.load(of_query, mask=here & in_key, other=0.0)
+        query *= tl.exp(total)[:, None]
+        out = tl.dot(query, state, input_precision=PRECISION)
+        among = tl.load(own + at[:, None] * C + t[None, :])
+        out += tl.dot(among, value, input_precision=PRECISION)
+        tl.store(y + (row[:, None] * H + h) * DV + j, out, mask=here & in_value)
+        of_key = k + row[:, None] * k_stride + of_group
+        key = tl.load(of_key, mask=here & in_key, other=0.0)
+        key *= tl.exp(whole - total)[:, None]
+        state *= tl.exp(whole)
+        state += tl.dot(tl.trans(key), value, input_precision=PRECISION)
+    target = memory + tl.load(after + s) * slot_stride
+    tl.store(target + tile, state, mask=in_state)
 # fmt: on
 
 
@@ -345,25 +440,51 @@ def gate_norm(mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor) -> Ten
 
 
 def chunk_steps(
-    products: ChunkProducts, states: Tensor, firsts: Tensor, counts: Tensor
-) -> Tensor:
-    """Run the chunks of S sequences, whose ``states`` [S, H, dk, dv] become those after:
-    what queries read [N, H, C, dv]. Chunk ``firsts[i] + s`` is the i-th of sequence s,
-    which has ``counts[s]``."""
-    given = products.reads, products.own, products.keys, products.values, products.left
-    reads, own, keys, values, left = (one.contiguous() for one in given)
-    replaced = reads if products.replaced is None else products.replaced.contiguous()
-    y = torch.empty_like(values)
-    sequences, heads, key_dim, value_dim = states.shape
-    _chunk_steps[(sequences, heads, triton.cdiv(value_dim, LEAST))](
-        *(reads, own, keys, values, left, replaced, y, states, firsts, counts),
-        H=heads,
-        C=values.shape[2],
-        DK=key_dim,
-        DV=value_dim,
-        IS_DELTA=products.replaced is not None,
-        KEYS=max(LEAST, triton.next_power_of_2(key_dim)),
-        BLOCK=LEAST,
-        num_warps=WARPS,
+    mixing: Mixing,
+    rows: HeadRows,
+    y: Tensor,
+    memory: Tensor,
+    slots: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Run the chunks of S sequences: y [T, H, dv] float32 at their rows is what queries
+    read. ``memory``: the layer's matrices [slots, H dk dv], a view. ``slots`` int64 [S],
+    before and after. ``places``: a piece of StepPlaces."""
+    (chunk_rows, firsts, counts), (tokens, heads, value_dim) = places, rows.v.shape
+    count = len(chunk_rows) // CHUNK
+    is_delta = rows.strengths is not None
+    draw = memory.new_empty
+    totals, own = draw(count, heads, CHUNK), draw(count, heads, CHUNK, CHUNK)
+    values, replaced, strengths = rows.v, totals, rows.decays
+    if rows.strengths is not None:
+        values = draw(count, heads, CHUNK, value_dim)
+        replaced = draw(count, heads, CHUNK, mixing.key_dim)
+        strengths = rows.strengths.contiguous()
+    q, k, v, decays = rows.q, rows.k, rows.v, rows.decays.contiguous()
+    sizes = {
+        "H": heads,
+        "GROUPS": mixing.groups,
+        "C": CHUNK,
+        "DK": mixing.key_dim,
+        "DV": value_dim,
+        "IS_DELTA": is_delta,
+        "PRECISION": PRECISION,
+    }
+    _chunk_products[(count, heads)](
+        *(q, q.stride(0), k, k.stride(0), v, v.stride(0), decays, strengths),
+        *(chunk_rows, tokens, totals, own, values, replaced),
+        **sizes,
+        BLOCK=COLUMNS,
+        PART=LEAST,
+        num_warps=PRODUCT_WARPS,
     )
-    return y
+    _chunk_steps[(len(counts), heads, triton.cdiv(value_dim, BLOCK))](
+        *(q, q.stride(0), k, k.stride(0), values, v.stride(0), chunk_rows, tokens),
+        *(totals, own, replaced, y, memory, memory.stride(0), *slots),
+        *(firsts, counts),
+        **sizes,
+        KEYS=max(LEAST, triton.next_power_of_2(mixing.key_dim)),
+        BLOCK=BLOCK,
+        num_warps=STEP_WARPS,
+        num_stages=STAGES,
+    )

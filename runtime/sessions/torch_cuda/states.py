@@ -34,7 +34,6 @@ from kvlathe.layers.mixers import (
 )
 from kvlathe.layers.recurrence import (
     CHUNK,
-    ChunkProducts,
     chunk_products,
     recur_once,
 )
@@ -113,7 +112,23 @@ class StepPlaces:
         self.firsts = int64_on(self.starts, device)
         sequences = np.repeat(np.arange(len(counts)), self.counts)
         self.sequence_of = int64_on(sequences, device)
+        self._order = np.arange(len(longer))
         self._joined: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @cached_property
+    def pieces(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Chunks for kernels, as many at a time as AT_ONCE says: their ``chunk_rows``;
+        where the i-th chunks of all sequences begin; how many each sequence has."""
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        first = 0
+        for widths in _pieces(self.widths):
+            rows = self.chunk_rows[first * CHUNK : (first + sum(widths)) * CHUNK]
+            counts = (np.array(widths)[:, None] > self._order).sum(0)
+            firsts = np.cumsum([0, *widths[:-1]])
+            on = [int64_on(one, self.device) for one in (firsts, counts)]
+            found.append((rows, on[0], on[1]))
+            first += sum(widths)
+        return found
 
     def joined(self, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """Places of the tokens [T], of the ``window`` inputs before each sequence [B *
@@ -232,25 +247,16 @@ class SomeTokens(_Slots):
             end = first + sum(widths)
             rows_of = places.chunk_rows[first * CHUNK : end * CHUNK]
             products = chunk_products(*self._cut(rows, rows_of))
-            outputs.append(self.run_chunks(products, widths, states))
+            at = 0
+            for width in widths:
+                part = products.part(slice(at, at + width))
+                read, states[:width] = part.run(states[:width])
+                outputs.append(read)
+                at += width
             first = end
         self.keep_matrices(states, places.longer)
         found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
         return found.index_select(0, places.taken)
-
-    def run_chunks(
-        self, products: ChunkProducts, widths: Sequence[int], states: Tensor
-    ) -> Tensor:
-        """[N, H, CHUNK, dv]: what queries of so many chunks each time read. ``states``
-        become those after."""
-        outputs: list[Tensor] = []
-        first = 0
-        for width in widths:
-            part = products.part(slice(first, first + width))
-            y, states[:width] = part.run(states[:width])
-            outputs.append(y)
-            first += width
-        return torch.cat(outputs)
 
     def _cut(
         self, rows: HeadRows, at: Tensor
@@ -298,25 +304,26 @@ class KernelTokens(SomeTokens):
         places = self.step.places
         if len(places.longer):
             rows = head_rows(mixing, parts, channels.float(), gates)
-            y.index_copy_(0, places.rows, self.in_chunks(rows))
+            if os.environ.get(UNPROVEN) == "1":
+                self.by_kernel(rows, y)
+            else:
+                y.index_copy_(0, places.rows, self.in_chunks(rows))
             y = with_skip(parts, rows, y)
         if len(places.single):
             given = mixing, parts, channels, gates, y, self._matrices, self._slots
             state_kernels.head_step(*given, (places.single, places.single_rows))
         return y
 
-    def run_chunks(
-        self, products: ChunkProducts, widths: Sequence[int], states: Tensor
-    ) -> Tensor:
-        if os.environ.get(UNPROVEN) != "1":
-            return super().run_chunks(products, widths, states)
+    def by_kernel(self, rows: HeadRows, y: Tensor) -> None:
+        """As ``in_chunks``, into the rows of ``y`` [T, H, dv]."""
         from kvlathe.runtime.sessions.torch_cuda import state_kernels
 
-        order = np.arange(len(states))
-        counts = (np.array(widths)[:, None] > order).sum(0)
-        firsts = np.cumsum([0, *widths[:-1]])
-        on = [int64_on(one, states.device) for one in (firsts, counts)]
-        return state_kernels.chunk_steps(products, states, on[0], on[1])
+        places = self.step.places
+        before, after = (one.index_select(0, places.longer) for one in self._slots)
+        for piece in places.pieces:
+            given = self.mixing, rows, y, self._matrices
+            state_kernels.chunk_steps(*given, (before, after), piece)
+            before = after
 
     def gated(
         self, mixing: Mixing, parts: MixerParts, y: Tensor, gate: Tensor
