@@ -224,6 +224,7 @@ class LLM(ClosesAtExit):
         request. Raises KvlatheError where none are shared, for sizes that are none, and
         where the folder cannot be made."""
         check_counts(host_bytes=sizes.host_bytes, disk_bytes=sizes.disk_bytes)
+        refuse_states(self.plan)
         mover, origin = self.engine.scheduler.mover, self.exchange.origin
         prefixes = self.exchange.prefixes  # asked first: it may refuse
         prefixes.stores = open_stores(mover, self.layout.page_stride, origin, sizes)
@@ -448,7 +449,6 @@ class LLM(ClosesAtExit):
         """Prefixes and running sequences leave for another engine of the same build, or
         come from one (docs/travel.md)."""
         refuse_shards(self.plan)
-        refuse_states(self.plan)
         origin = Origin.of(self.plan, self.manifest)
         return Exchange(self.engine, self.thread, self._sequences, origin)
 

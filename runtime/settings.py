@@ -84,13 +84,13 @@ def _at_most(most: int, wanted: int | None, fact: str, least: int = 1) -> int:
 
 
 def refuse_states(plan: CompressionPlan) -> None:
-    """Raises KvlatheError where layers keep states, for what takes sequences out of an
+    """Raises KvlatheError where layers keep states, for what keeps prefixes outside an
     engine."""
     if any(plan.model.states):
         raise KvlatheError(
-            "sequences of this engine stay where they are",
-            "some of its layers keep a state, and pages alone leave an engine",
-            "send the prompt to the other engine",
+            "evicted prefixes of this engine cannot be stored",
+            "some of its layers keep a state, and a store has pages alone",
+            "leave --host-cache-size and --disk-cache out",
         )
 
 

@@ -176,3 +176,9 @@ class ColdPages(PageMover):
 
     def leave_state(self, state: State) -> None:
         self._mover.leave_state(state)
+
+    def read_state(self, state: State) -> bytes:
+        return self._mover.read_state(state)
+
+    def write_state(self, data: bytes) -> State:
+        return self._mover.write_state(data)

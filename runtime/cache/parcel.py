@@ -1,6 +1,6 @@
 """Parcels: pages outside their pool. A description, small and JSON, and their bytes.
 
-    packed   mark | length of the description | its digest | description | page | page | ...
+    packed   mark | length of the description | its digest | description | page | page | ... | state
 
 Bytes go packed, to a file or a socket, or by themselves from pool to pool: the
 description has the page ids that they left, and ``requests/exchange.py`` the addresses.
@@ -140,6 +140,19 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class StateBytes:
+    """The state that layers keep of a sequence, float32 little-endian: its ``size`` in
+    bytes, and a digest as a page's."""
+
+    size: Positive
+    digest: Sha256
+
+    @classmethod
+    def of(cls, state: bytes) -> StateBytes:
+        return cls(len(state), page_digest(state))
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """The state of a sequence beside its cache: how long its prompt is, its parameters
     (JSON), its sampler's seed and how many tokens it drew, and the log-probabilities it
@@ -161,7 +174,7 @@ class Parcel:
     page table, by bucket. ``rows``: of each bucket the bytes of a last page that is
     filled in part and is not among the whole ones, base64; else empty.
 
-    ``running``: of a sequence; None: a prefix.
+    ``state``: where layers keep one. ``running``: of a sequence; None: a prefix.
     """
 
     listed: PageList
@@ -173,6 +186,7 @@ class Parcel:
     rows: tuple[str, ...]
     base: Base | None = None
     running: Running | None = None
+    state: StateBytes | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -185,8 +199,20 @@ class Parcel:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages; all else is in the description."""
+        """Bytes of the pages; all else but a state is in the description."""
         return sum(map(sum, self.listed.sizes))
+
+    def split(self, body: memoryview) -> tuple[list[list[memoryview]], bytes]:
+        """The pages and the state in the bytes behind a packed description, checked; an
+        empty state where none is kept. Raises KvlatheError."""
+        end = self.page_bytes
+        state = bytes(body[end:])
+        wanted = 0 if self.state is None else self.state.size
+        if len(state) != wanted:
+            raise damaged(f"its state has {len(state):,} bytes of {wanted:,}")
+        if self.state is not None and page_digest(state) != self.state.digest:
+            raise damaged("its state does not have its digest")
+        return self.listed.split(body[:end]), state
 
     def to_json(self) -> str:
         return said(self)

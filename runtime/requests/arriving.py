@@ -41,6 +41,9 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     if max(*parcel.lengths, *parcel.arrived) > parcel.cached:
         raise damaged("a bucket holds more tokens than are cached")
     _check_counts(layout, parcel, cuts)
+    size = parcel.state.size if parcel.state is not None else 0
+    if size != layout.plan.model.state_bytes:
+        raise damaged(f"its state has {size:,} bytes")
     if parcel.base is not None:
         _check_base(layout, parcel.base, parcel)
     if parcel.running is None:

@@ -26,6 +26,7 @@ from kvlathe.runtime.cache.parcel import (
     PageList,
     Parcel,
     Running,
+    StateBytes,
     heard,
     history_of,
     unpack,
@@ -134,7 +135,8 @@ class Exchange:
         table = sequence.table
         self._pool.share(table.pages)
         pages: Pages = [list(ids) for ids in table.pages]
-        held = PageTable(pages, list(table.lengths), list(table.arrived), table.base)
+        counts = list(table.lengths), list(table.arrived)
+        held = PageTable(pages, *counts, table.base, table.state)
         running = running_of(sequence)
         self._thread.move_out(sequence)
         return Hold(self._engine, held), running
@@ -169,6 +171,7 @@ class Exchange:
                 rows=self._thread.call(partial(self._last_rows, table, cuts)),
                 base=_base_of(table),
                 running=running,
+                state=self._thread.call(partial(self._state_of, table)),
             )
 
         return Departure(self._engine, self._thread, hold, describe, ids)
@@ -183,6 +186,11 @@ class Exchange:
         check_buckets(self._layout, parcel)
         cuts = zip(self._cuts(parcel.lengths), parcel.rows, strict=True)
         return [cut if rows else 0 for cut, rows in cuts]
+
+    def _state_of(self, table: PageTable) -> StateBytes | None:
+        if table.state is None:
+            return None
+        return StateBytes.of(self._engine.session.read_state(table.state))
 
     def _last_rows(self, table: PageTable, cuts: Items[int]) -> tuple[str, ...]:
         rows: list[str] = []

@@ -13,7 +13,7 @@ from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.plan.page_digest import digest_of_sums, page_digest
 from kvlathe.runtime.cache.page_table import Pages, PageTable
-from kvlathe.runtime.cache.parcel import Parcel, pack
+from kvlathe.runtime.cache.parcel import Parcel, damaged, pack
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.sessions.protocols import Int64, Region, Session
@@ -132,9 +132,14 @@ class Departure(HeldPages):
             raise
 
     def packed(self) -> bytes:
-        """Description and pages in one piece."""
+        """Description, pages and state in one piece."""
         pages = [page for _, page in self._read(self.parcel.ids)]
+        if self.parcel.state is not None:
+            pages.append(self._thread.call(self._state))
         return b"".join(pack(self.parcel.to_json(), [pages]))
+
+    def _state(self) -> bytes:
+        return self._engine.session.read_state(self._hold.table.state)
 
 
 class Arrival(HeldPages):
@@ -175,7 +180,7 @@ class Arrival(HeldPages):
     def fill(self, body: memoryview) -> None:
         """Write the bytes behind a packed description. Raises KvlatheError for a page
         that is not what was listed; nothing is adopted then."""
-        pages = self.parcel.listed.split(body)
+        pages, state = self.parcel.split(body)
         write = self._engine.session.write_page
 
         def write_all(batch: list[Place]) -> None:
@@ -184,6 +189,8 @@ class Arrival(HeldPages):
 
         for batch in self._places(self.ids):
             self._thread.call(partial(write_all, batch))
+        if state:
+            self._hold.table.state = self._engine.session.write_state(state)
 
     def check(self) -> None:
         """After bytes came by address: raises KvlatheError for a page that is not what
@@ -204,7 +211,10 @@ class Arrival(HeldPages):
 
     def take(self) -> PageTable:
         """In the engine's thread: the table, which is the caller's now. Whom it gives
-        pages to waits in line before ``close``."""
+        pages to waits in line before ``close``. Raises KvlatheError where a state has
+        not come."""
+        if self.parcel.state is not None and self._hold.table.state is None:
+            raise damaged("its state has not come: it goes packed")
         return self._hold.take()
 
 
@@ -215,8 +225,14 @@ def _sums_of(session: Session, ids: Items[Items[int]]) -> list[Callable[[], Int6
 
 def memory_of(engine: Engine) -> Session:
     """The session, which says where its pool is. Raises KvlatheError where it does
-    not."""
+    not, and where that is not all of a sequence."""
     session = engine.session
+    if any(engine.pool.plan.model.states):
+        raise KvlatheError(
+            "pages cannot go by address",
+            "some of the engine's layers keep a state, which is in no page",
+            "send them packed, or send the prompt to the other engine",
+        )
     if "pool_memory" in session.capabilities:
         return session
     raise KvlatheError(

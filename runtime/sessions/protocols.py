@@ -221,6 +221,14 @@ class PageMover(Protocol):
     def leave_state(self, state: State) -> None:
         """Swap out: ``state`` is in host memory until a step needs it."""
 
+    def read_state(self, state: State) -> bytes:
+        """The numbers of a state, float32 little-endian."""
+        return np.asarray(state, "<f4").tobytes()
+
+    def write_state(self, data: bytes) -> State:
+        """A state of what ``read_state`` gave, in host memory until a step needs it."""
+        return np.frombuffer(data, "<f4").astype(np.float32)
+
 
 class Session(PageMover):
     """A loaded engine with the memory of its pages. It runs steps, and carries out

@@ -20,9 +20,11 @@ from kvlathe.plan.deal import deal
 from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import memory_table, states_room
+from kvlathe.runtime.cache.block_store import StoreSizes
 from kvlathe.runtime.drafters import draft_engine
 from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.checkpoints import WITH_STATES, whole_plan
 from tests.support.drafts import Reader, trying
 from tests.support.nightly import rest_nightly
@@ -149,12 +151,55 @@ def test_a_draft_engine_may_keep_states(
         assert made.accepted > 0.9 * made.drafted > 100
 
 
-def test_sequences_stay(engine: tuple[Path, torch.nn.Module]) -> None:
+def test_sequences_and_prefixes_go_on_in_another_engine(
+    engine: tuple[Path, torch.nn.Module],
+) -> None:
+    """Packed, with their states; those that were damaged or have not come are
+    refused."""
+    folder = engine[0]
+    asked = [one for one in prompts() if len(one) > 2 * CHUNK][:3]
+    params = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)
     with (
-        LLM.load(engine[0]) as llm,
-        pytest.raises(KvlatheError, match="keep a state"),
+        LLM.load(folder, share_prefixes=True) as source,
+        LLM.load(folder, share_prefixes=True) as target,
     ):
-        _ = llm.exchange
+        expected = texts(source, asked)
+        there = target.exchange
+        for prompt, answer in zip(asked, expected, strict=True):
+            departure = source.exchange.prefill(source.sequence(prompt, params))
+            assert departure is not None
+            with departure:
+                packed = departure.packed()
+            wrong = packed[:-1] + bytes([packed[-1] ^ 1])
+            for cut in (wrong, packed[:-4]):
+                with pytest.raises(KvlatheError, match="its state"):
+                    there.unpack(cut)
+            with pytest.raises(KvlatheError, match="has not come"):
+                there.adopt_sequence(there.expect(departure.parcel))
+            request = there.adopt_sequence(there.unpack(packed))
+            target.thread.wait(request)
+            assert request.sequences[0].answer == list(answer)
+    with (
+        LLM.load(folder, share_prefixes=True) as source,
+        LLM.load(folder, share_prefixes=True) as target,
+    ):
+        source.generate(asked[0], max_new_tokens=1)
+        with source.exchange.export_prefix(asked[0]) as departure:
+            arrival = target.exchange.unpack(departure.packed())
+        count = target.exchange.adopt_prefix(arrival)
+        assert texts(target, asked[:1]) == expected[:1]
+        assert target.engine.scheduler.prefixes is not None
+        assert target.engine.scheduler.prefixes.hits == count >= 2 * CHUNK
+
+
+def test_pages_without_their_state_are_refused(
+    engine: tuple[Path, torch.nn.Module],
+) -> None:
+    with LLM.load(engine[0], share_prefixes=True) as llm:
+        with pytest.raises(KvlatheError, match="which is in no page"):
+            _ = llm.exchange.memory
+        with pytest.raises(KvlatheError, match="a store has pages alone"):
+            llm.keep_evicted(StoreSizes(host_bytes=1 << 20))
 
 
 def test_states_count_in_the_memory_of_an_engine(

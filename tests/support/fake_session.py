@@ -62,7 +62,7 @@ STATE_NUMBERS = 3
 
 
 def state_of(tokens: Int32) -> tuple[int, int, int]:
-    """What a layer keeps of ``tokens``: zeros of none."""
+    """A layer's state after ``tokens``: zeros after none."""
     return len(tokens), *divmod(zlib.crc32(tokens.tobytes()), 1 << 16)
 
 

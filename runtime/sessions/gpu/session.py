@@ -201,6 +201,16 @@ class DeviceSession(DevicePages, Session):
         assert self._states is not None
         self._states.leave(state)
 
+    def read_state(self, state: State) -> bytes:
+        """As PageMover.read_state. Waits."""
+        assert self._states is not None
+        return super().read_state(self._states.read(state))
+
+    def write_state(self, data: bytes) -> State:
+        """As PageMover.write_state."""
+        assert self._states is not None
+        return self._states.made(np.frombuffer(data, np.float32))
+
     def lost(self) -> str:
         """As Session.lost. A GPU's fault stays: every later call tells of it."""
         try:

@@ -39,8 +39,8 @@ def slots_of(limits: Limits) -> int:
 class DeviceState:
     """The state of a sequence: in a slot, or, where that is None, on the host."""
 
-    def __init__(self, slot: int, free: list[int]) -> None:
-        self.slot: int | None = slot
+    def __init__(self, slot: int | None, free: list[int]) -> None:
+        self.slot = slot
         self.data: Float32 | None = None
         self._free = free
 
@@ -97,8 +97,22 @@ class DeviceStates:
     def leave(self, state: State) -> None:
         """As PageMover.leave_state. Waits."""
         if isinstance(state, DeviceState) and state.slot is not None:
-            state.data = self._device.fetch(self._row(state.slot))
+            state.data = self.read(state)
             state.let_go()
+
+    def read(self, state: State) -> Float32:
+        """The numbers of a state, wherever it is. Waits."""
+        assert isinstance(state, DeviceState)
+        if state.slot is not None:
+            return self._device.fetch(self._row(state.slot))
+        assert state.data is not None
+        return state.data
+
+    def made(self, data: Float32) -> DeviceState:
+        """A state of these numbers, on the host."""
+        state = DeviceState(None, self._free)
+        state.data = data
+        return state
 
     def _bring(self, state: DeviceState, busy: set[int]) -> None:
         slot, data = self._take(busy), state.data

@@ -53,7 +53,7 @@ class Twins:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["step", "step", "fails", "fork", "leave", "end"]),
+    st.sampled_from(["step", "step", "fails", "fork", "leave", "travel", "end"]),
     st.sets(st.integers(0, 11), min_size=1, max_size=BATCH),
 )
 
@@ -75,6 +75,8 @@ def test_steps_read_what_earlier_ones_left(
                 twins.held.append((state, row))
             elif action == "leave" and state is not None:
                 twins.states.leave(state)
+            elif action == "travel" and state is not None:
+                twins.held[place] = twins.states.made(twins.states.read(state)), row
             elif action == "end":
                 del twins.held[place]
             del state
