@@ -59,7 +59,7 @@ class Sequence:
     ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step
     may run on them before the host knows what they are.
     ``behind``: tokens before the newest that the next decode computes once more: they
-    stood among guesses, some of which were wrong, and its state is that before them.
+    stood before guesses, some of which were wrong, and its state is that before them.
 
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
     turns with the others. ``adapter``: what its tokens pass beside the engine's maps.
@@ -391,7 +391,8 @@ class DecodeChunk(Chunk):
 
     def advance(self, rows: PassRows | None) -> None:
         self.sequence.cached += self.count
-        self.sequence.behind = 0 if self.count else len(self.choices)
+        before = self.wanted[0] + len(self.choices)
+        self.sequence.behind = 0 if self.count else before
 
     def first(self, count: int) -> Chunk:
         """Without guesses; where it has none, ``count`` of its tokens."""

@@ -17,6 +17,7 @@ from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.targets import cuda, onnxruntime, tensorrt, vllm
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.deal import deal
+from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import memory_table, states_room
@@ -145,7 +146,7 @@ def test_a_draft_engine_may_keep_states(
     asked = prompts()[:6]
     with LLM.load(engine[0]) as llm:
         plain = texts(llm, asked)
-        guessing = draft_engine(engine[0], llm.tokenizer, llm.engine)
+        guessing = draft_engine(open_engine(engine[0]), llm.tokenizer, llm.engine)
         made = llm.engine.speculate(trying(DraftModel(guessing)))
         assert texts(llm, asked) == plain
         assert made.accepted > 0.9 * made.drafted > 100

@@ -155,11 +155,8 @@ class Speculation(StepPart):
             self.drafter.forget(sequence)
 
     def _most(self, sequence: Sequence, pool: PagePool) -> int:
-        """Rows behind its newest token's that the page and the answer have room for;
-        none where its last guesses are made good."""
-        if sequence.behind:
-            return 0
-        page = pool.to_page_end(sequence.table)
+        """Rows behind its newest token's that the page and the answer have room for."""
+        page = pool.to_page_end(sequence.table) - sequence.behind
         return min(self.most, page - 1, sequence.most_tokens - sequence.length - 1)
 
     def _worth(

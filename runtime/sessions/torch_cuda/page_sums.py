@@ -21,7 +21,7 @@ products take twice as much memory: nobody counts it, so it is little."""
 
 
 class PageSums:
-    """Of pages in ``pool``, bytes of a GPU."""
+    """Sums of pages in ``pool``, bytes of a GPU."""
 
     def __init__(self, pool: Tensor, batch: int = BATCH) -> None:
         self._pool, self._batch = pool, batch

@@ -1,6 +1,6 @@
 """Triton kernels of layers that keep a state: what kvlathe/layers/mixers.py says, in as
-few kernels as it takes: the convolution and its activation, a token of each head, and the
-norm with its gate. Triton comes with torch for GPUs.
+few kernels as it takes: the convolution and its activation, a token of each head, chunks
+of tokens, and the norm with its gate. Triton comes with torch for GPUs.
 
 Sizes: T tokens of B sequences, K taps, C channels, H heads, dk and dv dims of a key and
 of a value.
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 else:  # Triton reads annotations, and knows no others
     Tensor, constexpr = tl.tensor, tl.constexpr
 
-CHANNELS, VALUES = 512, 32
-"""Channels, and dims of a value, of one program."""
-PRECISION = "bf16x3"
-PRODUCT_WARPS, STEP_WARPS, STAGES, BLOCK = 4, 4, 2, 32
+CHANNELS, VALUES, COLUMNS = 512, 32, 64
+"""Channels, dims of a value, and columns of a chunk's products, of one program."""
 LEAST = 16
 """Dims that a product of matrices has at least."""
-COLUMNS = 64
-"""Columns of a chunk's values that are solved at a time."""
-WARPS = 4
+PRECISION = "bf16x3"
+"""Products of a chunk's float32 matrices take numbers as three bfloat16 parts."""
+WARPS, STAGES = 4, 2
+"""Warps of a program; chunks that are read at a time."""
 TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -476,15 +475,15 @@ def chunk_steps(
         **sizes,
         BLOCK=COLUMNS,
         PART=LEAST,
-        num_warps=PRODUCT_WARPS,
+        num_warps=WARPS,
     )
-    _chunk_steps[(len(counts), heads, triton.cdiv(value_dim, BLOCK))](
+    _chunk_steps[(len(counts), heads, triton.cdiv(value_dim, VALUES))](
         *(q, q.stride(0), k, k.stride(0), values, v.stride(0), chunk_rows, tokens),
         *(totals, own, replaced, y, memory, memory.stride(0), *slots),
         *(firsts, counts),
         **sizes,
         KEYS=max(LEAST, triton.next_power_of_2(mixing.key_dim)),
-        BLOCK=BLOCK,
-        num_warps=STEP_WARPS,
+        BLOCK=VALUES,
+        num_warps=WARPS,
         num_stages=STAGES,
     )

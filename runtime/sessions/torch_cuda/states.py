@@ -12,7 +12,6 @@ Sizes: T tokens of B sequences, N chunks, K taps, C channels, H heads.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -37,7 +36,6 @@ from kvlathe.layers.recurrence import (
     chunk_products,
     recur_once,
 )
-from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.runtime.sessions.gpu.states import NOBODY
 from kvlathe.runtime.sessions.torch_cuda.device import int64_on
 
@@ -274,8 +272,7 @@ class SomeTokens(_Slots):
 
 
 class KernelTokens(SomeTokens):
-    """A MixerMemory of any step by Triton's kernels (state_kernels.py); products that need
-    no state are torch's. That of chunks has not run on a GPU: one asks for it."""
+    """A MixerMemory of any step by Triton's kernels (state_kernels.py)."""
 
     @property
     def _slots(self) -> tuple[Tensor, Tensor]:
@@ -304,10 +301,7 @@ class KernelTokens(SomeTokens):
         places = self.step.places
         if len(places.longer):
             rows = head_rows(mixing, parts, channels.float(), gates)
-            if os.environ.get(UNPROVEN) == "1":
-                self.by_kernel(rows, y)
-            else:
-                y.index_copy_(0, places.rows, self.in_chunks(rows))
+            self.by_kernel(rows, y)
             y = with_skip(parts, rows, y)
         if len(places.single):
             given = mixing, parts, channels, gates, y, self._matrices, self._slots

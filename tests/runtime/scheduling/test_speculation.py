@@ -84,6 +84,24 @@ def test_right_guesses_take_fewer_steps(kind: str, on_device: bool) -> None:
     assert steps < 16
 
 
+def test_states_cost_guessing_one_step_a_page_at_most() -> None:
+    """Three guesses of ten are wrong. A page ends with rows that are known."""
+    steps: list[int] = []
+    for kind in ("one", "one with states"):
+        engine, count = engine_for(kind, 400), 0
+        made = engine.speculate(trying(Prophet(1, 0.3)))
+        cast(Prophet, made.drafter).chances = lambda sequence, most: [0.9] * most
+        sequence = sequence_for(engine, [1, 2, 3], 150)
+        engine.scheduler.add(sequence)
+        while not sequence.finish_reason:
+            engine.step()
+            count += 1
+        assert sequence.answer == solo([1, 2, 3], 150)
+        steps.append(count)
+    plain, with_states = steps
+    assert with_states <= plain * 1.1 + 153 // 32 < 100
+
+
 def test_a_guess_never_passes_what_ends_an_answer() -> None:
     engine = engine_for("sealed", 400)
     answer = solo([5, 6], 40)

@@ -67,7 +67,7 @@ class DeviceScores:
                 self._undo.append((bucket, places, fields[0][places]))
 
     def undo(self) -> None:
-        """What the last step has added is gone."""
+        """Drop what the last step has added."""
         for bucket, pages, old in self._undo:
             self._fields[bucket][0][pages] = old
         self._undo.clear()
