@@ -181,7 +181,7 @@ def _priced(checkpoint: Checkpoint, stats: Stats) -> Rotation:
     text = HeldOut([CALIBRATION], FolderEncoder(checkpoint.path), 0)
     readings = of_text([text.window(1024) for _ in range(2)])
     model = uncompressed(checkpoint)
-    found = losses(model, readings, cuts, (), SETTINGS.page_tokens).forms
+    found = losses(model, readings, cuts, (), SETTINGS.page_tokens).forms[0]
     # [2 lanes, ranks]: of each block of dims, what it adds as ranks fall.
     falling = np.minimum.accumulate(found, -1)
     blocks = falling - np.pad(falling[:, 1:], ((0, 0), (0, 1)))

@@ -10,6 +10,7 @@ and bound; which lane takes which is a knapsack (export/bases/allocate.py).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,13 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.export.bases import allocate
-from kvlathe.export.methods.forms import FORMATS, PAIRS, Array, Grid, Places
+from kvlathe.export.methods.forms import (
+    FORMATS,
+    OF_KEYS,
+    OF_VALUES,
+    PAIRS,
+    Array,
+    Grid,
+    Places,
+    SideFormat,
+)
 
 MOST_FORMATS = 2
 """That a side may use in one plan."""
-MOST_WINDOWS = 3
+MOST_WINDOWS = 4
 """Beside lanes that keep all tokens: with two, plans of 8,192 tokens had to do without the
-longest (docs/auto.md)."""
+longest, and with three they lose a twentieth more (docs/history/auto.md)."""
 PRICES = 128
 """Prices of a byte that are tried for a bound."""
 UNITS = 20_000
@@ -53,9 +63,9 @@ class Allowed:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes;
-    ``window_loss`` [lanes, lives], 0 where all tokens are kept. ``paired``: a lane takes
-    PAIRS.
+    """The grid with its prices: ``loss`` [2, 2 lanes, options], K lanes then V lanes, all
+    pages coded or the first as they are; ``window_loss`` [lanes, lives], 0 where all
+    tokens are kept. ``paired``: a lane takes PAIRS.
     """
 
     grid: Grid
@@ -65,13 +75,14 @@ class Priced:
 
     @property
     def lanes(self) -> int:
-        return len(self.loss) // 2
+        return len(self.window_loss)
 
     def lost(self, choice: Assignment) -> float:
         """The sum of its losses."""
         lanes = np.arange(self.lanes)
-        of_keys = self.loss[lanes, choice.k]
-        of_values = self.loss[self.lanes + lanes, choice.v]
+        whole = self.grid.whole_first[choice.window]
+        of_keys = self.loss[whole, lanes, choice.k]
+        of_values = self.loss[whole, self.lanes + lanes, choice.v]
         of_windows = self.window_loss[lanes, choice.window]
         return float((of_keys + of_values + of_windows).sum())
 
@@ -132,24 +143,24 @@ class Priced:
         first: rows of loss, bytes, K's option, V's option, life."""
         ways = []
         row = self.lanes + lane  # of its V
-        for k, v in allowed.pairs:
+        for (k, v), life in itertools.product(allowed.pairs, allowed.lives):
+            loss = self.loss[self.grid.whole_first[life]]
             both = itertools.product(
-                self._side_front(lane, k), self._side_front(row, v)
+                self._side_front(loss[lane], k), self._side_front(loss[row], v)
             )
             of_k, of_v = np.array(list(both)).T  # options, [ways] each
-            loss = self.loss[lane, of_k] + self.loss[row, of_v]
-            sizes = self.grid.bytes[of_k] + self.grid.bytes[of_v]
-            for life in allowed.lives:
-                whole = loss + self.window_loss[lane, life]
-                columns = [whole, sizes[:, life], of_k, of_v, np.full(len(loss), life)]
-                ways.append(np.stack(columns, 1))  # [ways, 5]
+            lost = loss[lane, of_k] + loss[row, of_v] + self.window_loss[lane, life]
+            sizes = self.grid.bytes[of_k, life] + self.grid.bytes[of_v, life]
+            columns = [lost, sizes, of_k, of_v, np.full(len(lost), life)]
+            ways.append(np.stack(columns, 1))  # [ways, 5]
         return _pareto(np.concatenate(ways))
 
-    def _side_front(self, row: int, form: int) -> Places:
-        """Options of one format that are on the front of one side of a lane."""
+    def _side_front(self, loss: Array, form: int) -> Places:
+        """Options of one format that are on the front of one side of a lane, by their
+        ``loss`` [options]."""
         options = self._options_in(form)
         sizes = self.grid.sizes[options].astype(float)
-        return options[_pareto_places(np.stack([self.loss[row, options], sizes], 1))]
+        return options[_pareto_places(np.stack([loss[options], sizes], 1))]
 
     # -- which formats and windows -----------------------------------------------------
     @cached_property
@@ -157,20 +168,23 @@ class Priced:
         """That a lane may take, K's and V's."""
         if self.paired:
             return [(FORMATS.index(k), FORMATS.index(v)) for k, v in PAIRS]
-        places = range(len(FORMATS))
-        return list(itertools.product(places, places))
+        return list(itertools.product(_places(OF_KEYS), _places(OF_VALUES)))
 
     def _life_sets(self) -> list[tuple[int, ...]]:
-        """All tokens, and as many windows as a plan may have."""
-        places = range(1, len(self.grid.lives))
+        """All tokens, the first ones coded or not, and as many windows as a plan may
+        have."""
+        first = len(self.grid.lives) - len(self.grid.windows)
+        places = range(first, len(self.grid.lives))
         windows = itertools.combinations(places, min(MOST_WINDOWS, len(places)))
-        return [(0, *few) for few in windows]
+        return [(whole, *few) for few in windows for whole in range(first)]
 
     def _pair_sets(self) -> list[tuple[tuple[int, int], ...]]:
         if self.paired:
             return list(itertools.combinations(self._format_pairs, MOST_FORMATS))
-        sets = list(itertools.combinations(range(len(FORMATS)), MOST_FORMATS))
-        both = itertools.product(sets, repeat=2)
+        both = itertools.product(
+            itertools.combinations(_places(OF_KEYS), MOST_FORMATS),
+            itertools.combinations(_places(OF_VALUES), MOST_FORMATS),
+        )
         return [tuple(itertools.product(keys, values)) for keys, values in both]
 
     def _bounds(self, budget: int) -> list[tuple[float, Allowed]]:
@@ -202,7 +216,8 @@ class Priced:
     def _paid(self, price: float) -> Array:
         """[pairs, lanes, lives]: least loss + price x bytes of each pair of formats
         in each life."""
-        priced = self.loss[:, :, None] + price * self.grid.bytes
+        losses = self.loss[self.grid.whole_first]  # [lives, rows, options]
+        priced = np.moveaxis(losses, 0, -1) + price * self.grid.bytes
         keys = []
         values = []
         for form in range(len(FORMATS)):
@@ -227,6 +242,10 @@ class Priced:
 
     def _smallest(self, form: int) -> int:
         return int(self.grid.bytes[self._options_in(form)].min())
+
+
+def _places(formats: Sequence[SideFormat]) -> list[int]:
+    return [FORMATS.index(form) for form in formats]
 
 
 def _pareto_places(table: Array) -> npt.NDArray[np.int64]:

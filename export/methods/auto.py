@@ -91,6 +91,8 @@ def _tier(k: SideFormat, v: SideFormat, page_tokens: int) -> Tier:
         _group(v, page_tokens),
         span_k=k.span,
         span_v=v.span,
+        coding_k=k.coding,
+        coding_v=v.coding,
     )
 
 

@@ -4,6 +4,7 @@ format for its K and for its V, and a window of tokens for both."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,9 +21,9 @@ from kvlathe.export.bases.rotation import (
     by_kind,
 )
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.plan.formats import Format
+from kvlathe.plan.formats import Coding, Format
 from kvlathe.plan.heads import RANK_MULTIPLE
-from kvlathe.plan.lives import SEAL, Life, Window
+from kvlathe.plan.lives import SEAL, Life, SealAfter, Window
 
 Array = npt.NDArray[np.floating]
 Places = npt.NDArray[np.int64]
@@ -30,7 +31,10 @@ Places = npt.NDArray[np.int64]
 GROUP = 128
 """Channels in a group along the rank: heads up to this size have one a token. Along the
 tokens a page is one."""
-SPAN = {"rank": {8: 1.0, 4: 0.95, 2: 0.65}, "token": {8: 1.0, 4: 1.0, 2: 0.8}}
+SPAN = {
+    "rank": {8: 1.0, 4: 0.95, 3: 0.85, 2: 0.65},
+    "token": {8: 1.0, 4: 1.0, 3: 0.95, 2: 0.8},
+}
 """The part of a group's range that codes cover. Along the rank: least squared error for 64 to
 128 normal numbers; rotated ones nearly are that. A channel's numbers in a page have fewer
 outliers; theirs were measured on calibration text.
@@ -41,22 +45,33 @@ outliers; theirs were measured on calibration text.
 class SideFormat:
     """Bits and axis of one side's codes."""
 
-    bits: Literal[8, 4, 2]
+    bits: Literal[8, 4, 3, 2]
     axis: Literal["rank", "token"]
+    coding: Coding = "affine"
 
     @property
     def span(self) -> float:
-        return SPAN[self.axis][self.bits]
+        return 1.0 if self.coding == "normal" else SPAN[self.axis][self.bits]
 
     @property
     def stored(self) -> Format:
         """As a page holds it."""
-        return Format(self.bits, self.axis, GROUP, self.span)
+        return Format(self.bits, self.axis, GROUP, self.span, coding=self.coding)
 
 
-FORMATS = tuple(
-    SideFormat(bits, axis) for axis in ("rank", "token") for bits in (8, 4, 2)
+FORMATS = (
+    *(SideFormat(bits, "rank") for bits in (8, 4, 2)),
+    *(SideFormat(bits, "token") for bits in (8, 4, 3, 2)),
+    *(SideFormat(bits, "rank", "normal") for bits in (3, 2)),
 )
+OF_KEYS = tuple(form for form in FORMATS if form.coding == "affine")
+"""K keeps a minimum: it holds what all tokens of a lane share."""
+OF_VALUES = tuple(
+    form
+    for form in FORMATS
+    if form.axis == "token" or form.coding == "normal" or form.bits == 4
+)
+"""V takes fixed levels, or 4 bits, along the rank: two bytes a token less than a minimum."""
 PAIRS = tuple(
     (SideFormat(bits, "rank"), SideFormat(bits, "token")) for bits in (8, 4, 2)
 )
@@ -94,11 +109,15 @@ class Grid:
     hot_bits: int = 16
     windowed: bool = True
 
+    @property
+    def ranks(self) -> range:
+        """The whole one comes last."""
+        most = allocate.whole(self.stats.shape.head_dim)
+        return range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE)
+
     @cached_property
     def options(self) -> list[tuple[int, SideFormat]]:
-        most = allocate.whole(self.stats.shape.head_dim)
-        ranks = range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE)
-        return list(itertools.product(ranks, FORMATS))
+        return list(itertools.product(self.ranks, FORMATS))
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -114,12 +133,21 @@ class Grid:
 
     @cached_property
     def lives(self) -> list[Life]:
-        """Lives that a lane may have: all tokens stay, or the windows that are smaller."""
+        """Lives that a lane may have: all tokens stay, the first ones coded like the others
+        or as they are, or the windows that are smaller."""
+        if not self.windowed:
+            return [SEAL]
         page = self.page_tokens
         sink = _whole_pages(SINK, page)
         windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
-        fitting = [life for life in windows if life.most < self.tokens // page * page]
-        return [SEAL, *(fitting if self.windowed else ())]
+        whole = self.tokens // page * page
+        fitting = [life for life in windows if life.most < whole]
+        return [SEAL, *([SealAfter(sink)] if sink < whole else []), *fitting]
+
+    @property
+    def whole_first(self) -> Places:
+        """[lives]: 1 where the first tokens are never coded, else 0."""
+        return np.array([int(life.stay_hot > 0) for life in self.lives])
 
     @property
     def windows(self) -> list[Life]:
@@ -128,17 +156,21 @@ class Grid:
 
     @cached_property
     def pages(self) -> Places:
-        """Full pages that each of ``lives`` holds of the sequence."""
+        """Coded pages that each of ``lives`` holds of the sequence."""
         page = self.page_tokens
         whole = self.tokens // page * page
-        return np.array([life.kept(whole) for life in self.lives]) // page
+        return self._held(lambda life: life.kept(whole) - life.stay_hot)
+
+    def _held(self, tokens: Callable[[Life], int]) -> Places:
+        return np.array([tokens(life) for life in self.lives]) // self.page_tokens
 
     @cached_property
     def bytes(self) -> Places:
         """Bytes of one side of a lane in each life, [options, lives]."""
         sealed = np.outer(self.sizes, self.pages)
         numbers = np.array([rank for rank, _ in self.options]) * self.page_tokens
-        return sealed + (numbers * self.hot_bits // 8)[:, None]
+        hot = 1 + self._held(lambda life: life.stay_hot)
+        return sealed + np.outer(numbers * self.hot_bits // 8, hot)
 
     @cached_property
     def _values(self) -> Array:

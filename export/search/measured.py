@@ -24,7 +24,7 @@ from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.composition import CacheSettings, Made
 from kvlathe.export.methods.compression import Compression
-from kvlathe.export.methods.forms import FORMATS, Array, Grid
+from kvlathe.export.methods.forms import FORMATS, Array, Grid, SideFormat
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ from kvlathe.export.search.sensitivity import (
     Losses,
     losses,
 )
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.plan import CompressionPlan
 
 WINDOWS, QUESTIONS = 2, 4
@@ -129,7 +129,9 @@ def spread_over(layer_windows: Sequence[int]) -> bool:
     return not any(layer_windows)
 
 
-PRICED = 7
+EXACT = SideFormat(8, "token").stored
+"""Codes that err by nothing beside a cut."""
+PRICED = 8
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
@@ -153,7 +155,7 @@ def price(
         form.page_tokens,
         form.seed,
         sources.digest,
-        [(code.bits, code.axis, code.span) for code in FORMATS],
+        [(code.bits, code.axis, code.span, code.coding) for code in FORMATS],
         [life.words() for life in grid.lives],
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
@@ -162,7 +164,9 @@ def price(
         forms, windows = kept
         return Priced(grid, forms, windows, form.paired)
     found = _measured(checkpoint, grid, sources)
-    windows = np.insert(found.windows, 0, 0.0, axis=1)  # all tokens cost nothing
+    # All tokens cost nothing.
+    whole = np.zeros((len(found.windows), len(grid.lives) - len(grid.windows)))
+    windows = np.concatenate([whole, found.windows], 1)
     remember(path, found.forms, windows)
     return Priced(grid, found.forms, windows, form.paired)
 
@@ -188,29 +192,40 @@ def pricing_need(spec: DecoderSpec, tokens: int) -> memory.Need:
 
 
 def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
+    """``forms`` has every option of the grid. An error of a cut and one of codes are
+    independent, and codes err about as much at any rank (docs/auto.md): so cuts are
+    measured as they are, and codes at the whole rank alone."""
     model = uncompressed(checkpoint)
     readings = sources.readings(model, grid.seed)
     candidates = _candidates(grid, checkpoint.device)
-    return losses(
-        model, readings, candidates, grid.windows, grid.page_tokens, grid.seed
-    )
+    page, seed = grid.page_tokens, grid.seed
+    first = max(life.stay_hot for life in grid.lives)
+    found = losses(model, readings, candidates, grid.windows, page, seed, first)
+    cuts, codes = np.split(found.forms, [len(grid.ranks) - 1], -1)
+    cuts = np.pad(cuts, ((0, 0), (0, 0), (0, 1)))  # the whole rank cuts nothing
+    both = cuts[..., None] + codes[..., None, :]  # [2, 2 lanes, ranks, formats]
+    return Losses(both.reshape(*both.shape[:2], -1), found.windows)
 
 
 def _candidates(grid: Grid, device: torch.device) -> Candidates:
-    ranks = sorted({rank for rank, _ in grid.options})
-    codes = tuple(x.stored for x in FORMATS)
+    """Every cut, then the codes of the whole rank."""
+    *cuts, whole = grid.ranks
 
     def tensor(x: Array) -> torch.Tensor:
         return torch.tensor(np.ascontiguousarray(x), dtype=torch.float32, device=device)
 
+    def candidate(
+        side: str, layer: int, head: int, rank: int, codes: tuple[Format, ...]
+    ) -> Candidate:
+        cut = grid.cut(side, layer, head, rank)
+        return Candidate(tensor(cut.into), tensor(cut.back), tensor(cut.centre), codes)
+
     @cache
     def candidates(side: str, layer: int, head: int) -> list[Candidate]:
-        made = []
-        for rank in ranks:
-            cut = grid.cut(side, layer, head, rank)
-            into = tensor(cut.into)
-            made.append(Candidate(into, tensor(cut.back), tensor(cut.centre), codes))
-        return made
+        at = (side, layer, head)
+        made = [candidate(*at, rank, (EXACT,)) for rank in cuts]
+        codes = tuple(x.stored for x in FORMATS)
+        return [*made, candidate(*at, whole, codes)]
 
     return candidates
 

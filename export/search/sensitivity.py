@@ -184,12 +184,15 @@ class LaneMoves:
         page: int,
         queries: Queries,
         attention: PlainAttention = UNSCALED,
+        first: int = 0,
     ) -> None:
-        """``attention``: the lane's in the model itself, of scores that are scaled."""
+        """``attention``: the lane's in the model itself, of scores that are scaled.
+        ``first``: tokens of the pages that may stay as they are."""
         missing = -lane.k.shape[0] % page
         self.k = F.pad(lane.k, (0, 0, 0, missing))
         self.v = F.pad(lane.v, (0, 0, 0, missing))
         self.page = page
+        self.first = first
         self.queries = queries
         self.q = lane.q[:, queries.places]  # [G, R, d]
         self.pull = lane.pull[:, :, queries.places]  # [S, G, R, d]
@@ -213,7 +216,8 @@ class LaneMoves:
         return torch.einsum("grj,sgrj->sgr", shares, self.worth)
 
     def keys(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
-        """Sum of squared moves for each code of each form of K."""
+        """Sums of squared moves for each code of each form of K, [2]: all pages coded, and
+        the first as they are."""
         rows = torch.arange(len(self.page_of), device=self.queries.device)
         for form in forms:
             kept = (self.k - form.centre) @ form.into  # [T, rank]
@@ -221,24 +225,34 @@ class LaneMoves:
             own_page = kept.unflatten(0, (-1, self.page))[self.page_of]  # [R, P, rank]
             # [R, G, P]: scores of hot tokens
             fresh = torch.einsum("grd,rpd->rgp", q, own_page)
+            first = q @ kept[: self.first].mT  # [G, R, first]
             for code in form.codes:
                 scores = q @ rounded(kept, code, self.page).mT  # [G, R, T]
                 pages = scores.unflatten(-1, (-1, self.page))  # [G, R, pages, P]
                 pages[:, rows, self.page_of] = fresh.transpose(0, 1)
-                shares = self._softmax(scores)
-                yield self._moved(self._worth_of(shares))
+                coded = self._moved(self._worth_of(self._softmax(scores)))
+                scores[..., : self.first] = first
+                whole = self._moved(self._worth_of(self._softmax(scores)))
+                yield torch.stack([coded, whole])
 
     def values(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
-        """Sum of squared moves for each code of each form of V."""
+        """The same for each code of each form of V."""
         elsewhere = self.shares.masked_fill(self.own, 0.0)
         here = self.shares - elsewhere
         for form in forms:
             kept = (self.v - form.centre) @ form.into  # [T, rank]
-            fresh = here @ kept  # [G, R, rank]
+            fresh = here @ kept + elsewhere @ kept  # [G, R, rank]: no page is coded
+            pull = self.pull @ form.back  # [S, G, R, rank]
+            centre = self.pull @ form.centre
+            start = elsewhere[..., : self.first]
             for code in form.codes:
-                sealed = elsewhere @ rounded(kept, code, self.page)
-                out = (sealed + fresh) @ form.back.mT + form.centre
-                yield self._moved((self.pull * out).sum(-1))
+                error = rounded(kept, code, self.page) - kept  # [T, rank]
+                coded = fresh + elsewhere @ error
+                whole = coded - start @ error[: self.first]
+                moved = [
+                    self._moved((pull * x).sum(-1) + centre) for x in (coded, whole)
+                ]
+                yield torch.stack(moved)
 
     def windows(
         self, firsts: Iterable[tuple[int, Tensor]], positions: Tensor
@@ -266,8 +280,9 @@ Candidates = Callable[[str, int, int], list[Candidate]]
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Cost of each form, in units of the score: ``forms`` [2 * lanes, options], K
-    lanes then V lanes; ``windows`` [lanes, windows]."""
+    """Cost of each form, in units of the score: ``forms`` [2, 2 * lanes, options], all
+    pages coded or the first as they are, K lanes then V lanes; ``windows`` [lanes,
+    windows]."""
 
     forms: Array
     windows: Array
@@ -280,18 +295,19 @@ def losses(
     windows: Sequence[Life],
     page: int,
     seed: int = 0,
+    first: int = 0,
 ) -> Losses:
     """Measure the cost of each code of each form, and of each window, summed over
     ``readings``.
 
-    ``page`` tokens are read as they are before they are coded. Readings that are ``far``
-    price the windows, the others the forms.
+    ``page`` tokens are read as they are before they are coded; ``first`` tokens may stay
+    so. Readings that are ``far`` price the windows, the others the forms.
     """
     device = model.device
     draw = torch.Generator(device).manual_seed(seed)
     lanes = len(model.spec.shape.places)
-    of_keys: list[Array] = [np.zeros(1)] * lanes
-    of_values: list[Array] = [np.zeros(1)] * lanes
+    of_keys: list[Array] = [np.zeros((1, 2))] * lanes
+    of_values: list[Array] = [np.zeros((1, 2))] * lanes
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
     with working("measuring sensitivity", len(readings)) as advance:
         for reading in readings:
@@ -310,7 +326,7 @@ def losses(
                     with torch.inference_mode():
                         queries = Queries.drawn(lane.pull, draw)
                         attention = observed.attention[head]
-                        moves = LaneMoves(lane, page, queries, attention)
+                        moves = LaneMoves(lane, page, queries, attention, first)
                         if reading.far:
                             found = moves.windows(firsts, places)
                             of_windows[i] = _plus(of_windows[i], reading, found)
@@ -321,7 +337,8 @@ def losses(
                             values = moves.values(forms("v", *at))
                             of_values[i] = _plus(of_values[i], reading, values)
                     advance((1 - FORWARD) / lanes)
-    return Losses(np.stack([*of_keys, *of_values]), np.stack(of_windows))
+    of_forms = np.moveaxis(np.stack([*of_keys, *of_values]), -1, 0)
+    return Losses(of_forms, np.stack(of_windows))
 
 
 def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:

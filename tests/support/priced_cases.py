@@ -27,8 +27,11 @@ def priced(
     of_format = rng.uniform(0.5, 2, (2 * lanes, len(FORMATS)))[:, format_of]
     scale = 10 ** rng.uniform(-3, 0, (2 * lanes, 1))
     far = 10 ** rng.uniform(-4, 0, (lanes, 1))
-    missing = 1 - grid.pages / grid.pages.max()
-    return Priced(grid, error * of_format * scale, far * missing**2)
+    less = np.array([life.sees.is_less for life in grid.lives])
+    missing = np.where(less, 1 - grid.pages / grid.pages.max(), 0.0)
+    coded = error * of_format * scale
+    whole = coded * rng.uniform(0.3, 1, coded.shape)  # the first tokens as they are
+    return Priced(grid, np.stack([coded, whole]), far * missing**2)
 
 
 def shuffle(choice: Assignment, seed: int = 0) -> Assignment:

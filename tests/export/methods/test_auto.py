@@ -147,7 +147,9 @@ def attended(
     return out
 
 
-def test_losses_are_those_of_attention_token_by_token() -> None:
+@pytest.mark.parametrize("first", [8, 16])
+def test_losses_are_those_of_attention_token_by_token(first: int) -> None:
+    """All pages coded, and the ``first`` tokens as they are."""
     rng = np.random.default_rng(0)
     q, k, v, pull = (
         torch.tensor(rng.normal(size=s), dtype=torch.float32)
@@ -164,28 +166,36 @@ def test_losses_are_those_of_attention_token_by_token() -> None:
     form, lane = (
         sensitivity.Candidate(into, back, centre, codes),
         sensitivity.LaneMoves(
-            sensitivity.ObservedLane(q, k, v, pull), 8, sensitivity.Queries.all(20)
+            sensitivity.ObservedLane(q, k, v, pull),
+            8,
+            sensitivity.Queries.all(20),
+            first=first,
         ),
     )
     plain = attended(q.numpy(), k.numpy(), k.numpy(), v.numpy(), v.numpy())
 
-    def read(x: torch.Tensor, code: Format) -> tuple[np.ndarray, np.ndarray]:
+    def read(x: torch.Tensor, code: Format, stay: int) -> tuple[np.ndarray, np.ndarray]:
         kept = torch.nn.functional.pad((x - centre) @ into, (0, 0, 0, 4))
-        return rounded(kept, code, 8)[:20].numpy(), kept[:20].numpy()
+        coded = torch.cat([kept[:stay], rounded(kept, code, 8)[stay:]])
+        return coded[:20].numpy(), kept[:20].numpy()
 
     for code, keys, values in zip(
         codes, lane.keys([form]), lane.values([form]), strict=True
     ):
-        coded, fresh = read(k, code)
-        by_keys = (
-            attended((q @ back).numpy(), coded, fresh, v.numpy(), v.numpy()) - plain
-        )
-        coded, fresh = (x @ back.numpy().T + centre.numpy() for x in read(v, code))
-        by_values = attended(q.numpy(), k.numpy(), k.numpy(), coded, fresh) - plain
-        for found, change in ((keys, by_keys), (values, by_values)):
-            assert found == pytest.approx(
-                (np.einsum("sgtd,gtd->st", pull.numpy(), change) ** 2).sum(), rel=1e-3
+        for place, stay in enumerate((0, first)):
+            coded, fresh = read(k, code, stay)
+            by_keys = (
+                attended((q @ back).numpy(), coded, fresh, v.numpy(), v.numpy()) - plain
             )
+            coded, fresh = (
+                x @ back.numpy().T + centre.numpy() for x in read(v, code, stay)
+            )
+            by_values = attended(q.numpy(), k.numpy(), k.numpy(), coded, fresh) - plain
+            for found, change in ((keys, by_keys), (values, by_values)):
+                assert found[place] == pytest.approx(
+                    (np.einsum("sgtd,gtd->st", pull.numpy(), change) ** 2).sum(),
+                    rel=1e-3,
+                )
 
 
 @cache
