@@ -50,7 +50,7 @@ from kvlathe.export.families.latent import (
     mistral4,
     youtu,
 )
-from kvlathe.export.families.llama import llama
+from kvlathe.export.families.llama import llama, mllama
 from kvlathe.export.families.llama4 import llama4
 from kvlathe.export.families.llama_like import (
     apertus,
@@ -95,6 +95,7 @@ from kvlathe.export.families.sigmoid_experts import (
     flint,
     glm4_moe,
     hy_v3,
+    kolibri1,
     laguna,
     minimax_m2,
     minimax_m3,
@@ -171,6 +172,7 @@ FAMILIES = {
     "internlm3": llama,
     "iquestcoder": llama,
     "jais2": jais2,
+    "kolibri1": kolibri1,
     "laguna": laguna,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
@@ -187,6 +189,7 @@ FAMILIES = {
     "mistral": mistral,
     "mistral4": mistral4,
     "mixtral": mixtral,
+    "mllama_text_model": mllama,
     "nanochat": nanochat,
     "nemotron": nemotron,
     "nemotron_h": nemotron_h,

@@ -52,6 +52,7 @@ class Experts:
     group_best: int = 2
     jitter: float = 0.0
     before: bool = False
+    by_logits: bool = False
     beside: bool = False
     """They are beside a dense MLP, and read what it reads before its norm. Roles
     ``router_scale expert_scales experts_in_norm`` are of numbers that enter their maps,
@@ -189,6 +190,8 @@ class Family:
     embed_norm: bool = False
     """Embeddings pass an RMS norm without weights before the first layer."""
     head_bias: bool = False
+    more_rows: int = 0
+    """Rows of the table of embeddings past the vocabulary, which no text has."""
     position_offset: int = 0
     """Rows of the table of positions before the first token's."""
     sinusoidal: bool = False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvlathe.export.families.family import Family
+
+if TYPE_CHECKING:
+    from transformers import MllamaTextConfig
 
 
 class Heads(Protocol):
@@ -51,6 +54,9 @@ NAMES = {
     "head": "lm_head",
 }
 
+IMAGE_ROWS = 8
+"""Rows that Llama 3.2 Vision's embeddings have past the vocabulary."""
+
 
 def of_columns(config: Heads, columns: int) -> Family:
     """RMS norms, attention, a gated MLP of ``columns``, no biases."""
@@ -76,3 +82,15 @@ def biased(config: Biased) -> Family:
 
 def llama(config: LlamaLike) -> Family:
     return replace(biased(config), mlp_bias=config.mlp_bias)
+
+
+def mllama(config: MllamaTextConfig) -> Family:
+    """The text of Llama 3.2 Vision: layers that attend an image do nothing where there
+    is none. Its table has rows of images past the vocabulary."""
+    of_images = config.cross_attention_layers or ()
+    return replace(
+        gated(config),
+        more_rows=IMAGE_ROWS,
+        lacks=dict.fromkeys(of_images, tuple(NAMES)),
+        beside=tuple(f"layers.{layer}." for layer in of_images),
+    )

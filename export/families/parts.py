@@ -51,7 +51,7 @@ TEXT_PARTS: Mapping[str, TextPart] = {
             *("glm_ocr", "got_ocr2", "hunyuan_vl"),
             "hyperclovax_vision_v2",
             *("internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr"),
-            *("llama4", "llava"),
+            *("llama4", "llava", "mllama"),
             *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr"),
             "minimax_m3_vl",
             *("minicpmv4_6", "minicpmv4_7", "mistral3", "ovis2"),

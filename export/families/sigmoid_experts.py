@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         FlintConfig,
         Glm4MoeConfig,
         HYV3Config,
+        Kolibri1Config,
         LagunaConfig,
         MiniMaxM2Config,
         SolarOpenConfig,
@@ -309,6 +310,35 @@ def step3p5(config: Step3p7TextConfig) -> Family:
     )
     return with_dense(
         family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
+
+
+def kolibri1(config: Kolibri1Config) -> Family:
+    """QK-norms, norms of what attention and experts give, a correction of logits. If some
+    layers have windows, the others have no positions."""
+    windows = sliding_layers(config)
+    own = {
+        "attn_out_norm": "model.layers.{i}.post_attn_norm",
+        "mlp_out_norm": "model.layers.{i}.post_ffn_norm",
+        "router_correction": "model.layers.{i}.moe.router.expert_bias",
+    }
+    return replace(
+        of_columns(config, config.shared_expert_intermediate_size),
+        names=WITHOUT_MLP | EXPERTS | SHARED | QK_NORMS | own,
+        windows=windows,
+        ropes=tuple("" if window else None for window in windows)
+        if config.sliding_window is not None
+        else (),
+        experts=Experts(
+            count=config.num_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalized=config.norm_topk_prob,
+            scores="sigmoid",
+            corrected=True,
+            by_logits=True,
+        ),
+        settings=COUNTS,
     )
 
 

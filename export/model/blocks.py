@@ -3,6 +3,7 @@ the angles of RoPE. What a norm computes is said in kvlathe/layers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -147,7 +148,6 @@ class ExpertBlock(nn.Module):
         count, inner = experts.count, experts.intermediate_size
         self.activation = activation
         self.routing = routing_of(experts)
-        self.loops = True
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
         sizes = {
             "gate": (hidden, inner),
@@ -176,8 +176,7 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.weights(x.dtype)
         # Only CPUs run graphs of float32: there a loop over what is chosen pays.
-        is_looped = self.loops and torch.compiler.is_exporting()
-        if is_looped and x.dtype == torch.float32:
+        if torch.compiler.is_exporting() and x.dtype == torch.float32:
             return self._node(x, weights)
         return run_experts(x, weights, self.routing, self.activation)
 
@@ -192,15 +191,25 @@ class ExpertBlock(nn.Module):
         return ExpertWeights(**parts, **coded)
 
     def _node(self, x: Tensor, weights: ExpertWeights) -> Tensor:
-        """The node ``kvlathe::Experts``, whose meaning is export/onnx/experts.py."""
+        """A node whose meaning is export/onnx/experts.py."""
         chosen = choose_experts(x, weights, self.routing)
         return torch.onnx.ops.symbolic(
-            "kvlathe::Experts",
+            f"kvlathe::{experts_op(self.routing)}",
             [x, *chosen, *weights.parts],
             dtype=x.dtype,
             shape=tuple(x.shape),
             version=1,
         )
+
+
+def experts_op(routing: Routing) -> str:
+    """The operator of such experts: layers may have unlike bounds.
+
+    >>> experts_op(Routing(2, True)), experts_op(Routing(2, True, limit=0.5))
+    ('Experts', 'Experts_0_5')
+    """
+    bound = f"_{routing.limit:g}" if routing.limit else ""
+    return "Experts" + re.sub(r"\W", "_", bound)
 
 
 def routing_of(experts: Experts) -> Routing:
@@ -215,6 +224,7 @@ def routing_of(experts: Experts) -> Routing:
         group_best=experts.group_best,
         jitter=experts.jitter,
         before=experts.before,
+        by_logits=experts.by_logits,
     )
 
 

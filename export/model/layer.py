@@ -292,10 +292,6 @@ class DecoderLayer(nn.Module):
             self.shared_gate = Linear(hidden, 1, family.mlp_bias, dtype)
         experts, made = family.experts_of(layer), (hidden, self.activation, dtype)
         self.experts = experts and ExpertBlock(experts, *made, form)
-        if self.experts is not None and experts != family.experts:
-            self.experts.loops = (
-                False  # the graph has one loop, for what most layers have
-            )
         self.curve = Curve() if "curve" in roles else None
         self.bound = family.bounds[layer] if family.bounds else None
         self._add_beside(spec, layer, dtype)

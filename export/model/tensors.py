@@ -341,7 +341,7 @@ def _table_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     positions = spec.max_positions + spec.family.position_offset
     of_inputs = spec.family.layer_inputs
     return {
-        "embed": (spec.vocab_size, spec.hidden_size),
+        "embed": (spec.vocab_size + spec.family.more_rows, spec.hidden_size),
         "head": (spec.vocab_size, spec.hidden_size),
         "positions": (positions, spec.hidden_size),
         "inputs_embed": (spec.vocab_size, of_inputs * spec.layers),
@@ -398,6 +398,8 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     layer, role, kind = split_name(name)
     if role == "positions":
         return stored[spec.family.position_offset :]
+    if role == "embed":
+        return stored[: spec.vocab_size]
     if stored.ndim == 2 and (
         role in ("head", "inputs_project", "guess_join")
         or (layer is not None and not spec.family.in_out)

@@ -1,4 +1,4 @@
-"""The body of ``kvlathe::Experts`` in standard ONNX operators: a loop over the experts
+"""The body of an ``ExpertBlock``'s node in standard ONNX operators: a loop over the experts
 that any token of the step chose, each of which computes the tokens that chose it.
 
 Each turn copies one expert's weights, as a Gather does; reading those of the others is
@@ -17,11 +17,12 @@ import torch
 from onnx import FunctionProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from kvlathe.export.model.blocks import experts_op
 from kvlathe.export.onnx.body import FLOAT, Body
 from kvlathe.layers.experts import PARTS, ExpertWeights, run_expert
 from kvlathe.layers.routing import Routing
 
-DOMAIN, NAME = "kvlathe", "Experts"
+DOMAIN = "kvlathe"
 Names = tuple[str, ...]
 ZERO = numpy_helper.from_array(np.zeros(1, np.float32))
 INNER, FORMULA = "expert.", "expert.formula."
@@ -75,7 +76,7 @@ def experts_function(
     body.output("y", body.op("Loop", many, "", start, body=each))
     return helper.make_function(
         DOMAIN,
-        NAME,
+        experts_op(routing),
         ["x", "weights", "experts", *names],
         ["y"],
         body.nodes,

@@ -15,7 +15,7 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvlathe.base.console import log
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
-from kvlathe.export.model.blocks import routing_of
+from kvlathe.export.model.blocks import experts_op, routing_of
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.spec import DecoderSpec
@@ -38,7 +38,6 @@ from kvlathe.export.model.weights_file import DTYPES, Place, wiring, write_weigh
 from kvlathe.export.onnx.adapters import with_adapters
 from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
-from kvlathe.export.onnx.experts import NAME as EXPERTS
 from kvlathe.export.onnx.experts import experts_function, part_names
 from kvlathe.export.onnx.recur import recurrence_functions
 from kvlathe.plan.adapter_maps import AdapterMap, adapter_graph
@@ -123,17 +122,22 @@ def _graph(
     proto.functions.append(attend_function(plan.part(stage), TYPES[dtype], opset))
     if any(plan.model.states):
         proto.functions.extend(recurrence_functions(opset))
-    if any(node.op_type == EXPERTS for node in proto.graph.node):
-        proto.functions.append(_experts(spec, opset))
+    ops = {node.op_type for node in proto.graph.node}
+    proto.functions.extend(_experts(spec, opset, ops))
     return proto
 
 
-def _experts(spec: DecoderSpec, opset: int) -> onnx.FunctionProto:
-    family, experts = spec.family, spec.family.experts
-    assert experts is not None
-    names, routing = part_names(experts.gated, experts.biased), routing_of(experts)
-    with _quiet():
-        return experts_function(names, routing, family.activation, opset)
+def _experts(
+    spec: DecoderSpec, opset: int, ops: set[str]
+) -> Iterator[onnx.FunctionProto]:
+    """Functions of those of the operators ``ops`` that are experts."""
+    family = spec.family
+    for experts in dict.fromkeys(map(family.experts_of, range(spec.layers))):
+        if experts is None or experts_op(routing_of(experts)) not in ops:
+            continue
+        names, routing = part_names(experts.gated, experts.biased), routing_of(experts)
+        with _quiet():
+            yield experts_function(names, routing, family.activation, opset)
 
 
 # -- trace -----------------------------------------------------------------------------

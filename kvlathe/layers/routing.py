@@ -41,6 +41,8 @@ class Routing:
     jitter: float = 0.0
     before: bool = False
     """Weights multiply what experts read, not what they give (Llama 4)."""
+    by_logits: bool = False
+    """A correction is added to logits, not to scores (Kolibri 1)."""
 
 
 def choose(
@@ -52,7 +54,9 @@ def choose(
     if routing.jitter:
         return _mixed(logits, routing)
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
-    ranked = scores if correction is None else scores + correction.float()
+    ranked = logits if routing.by_logits else scores
+    if correction is not None:
+        ranked = ranked + correction.float()
     if routing.kept_groups < routing.groups:
         ranked = _of_best_groups(ranked, routing)
     experts = ranked.topk(routing.chosen, -1).indices

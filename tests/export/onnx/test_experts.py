@@ -38,6 +38,26 @@ KINDS: dict[str, tuple[str, Experts]] = {
             kept_groups=2,
         ),
     ),
+    "chosen by logits": (
+        "silu",
+        Experts(
+            9,
+            3,
+            INNER,
+            normalized=True,
+            scores="sigmoid",
+            corrected=True,
+            by_logits=True,
+        ),
+    ),
+    "weighed before": (
+        "silu",
+        Experts(9, 3, INNER, normalized=False, scores="sigmoid", before=True),
+    ),
+    "bounded after their activation": (
+        "silu",
+        Experts(9, 3, INNER, normalized=True, limit=0.4),
+    ),
     "without gates": ("relu2", Experts(9, 3, INNER, normalized=True, gated=False)),
     "biased and bounded": (
         "silu",
@@ -69,7 +89,8 @@ def expected(block: ExpertBlock, kind: str, x: Array) -> tuple[Array, set[int]]:
         scores = 1 / (1 + np.exp(-logits))
         if experts.scores == "softmax":
             scores = np.exp(logits) / np.exp(logits).sum()
-        ranked = scores + own.get("correction", 0.0)
+        ranked = logits if experts.by_logits else scores
+        ranked = ranked + own.get("correction", 0.0)
         by_group = ranked.reshape(experts.groups, -1)
         if experts.groups > 1:
             best = np.sort(by_group, 1)[:, -2:].sum(1)
@@ -78,8 +99,9 @@ def expected(block: ExpertBlock, kind: str, x: Array) -> tuple[Array, set[int]]:
         places = np.argsort(-by_group.reshape(-1))[: experts.chosen]
         total = scores[places].sum() if experts.normalized else 1.0
         for e in places:
-            mlp = one_expert(own, activation, experts, row, e)
-            out[t] += scores[e] / total * mlp
+            share = scores[e] / total
+            read, given = (share, 1.0) if experts.before else (1.0, share)
+            out[t] += given * one_expert(own, activation, experts, read * row, e)
         chosen |= set(places.tolist())
     return out, chosen
 
@@ -94,7 +116,10 @@ def one_expert(
     if not experts.gated:
         return np.maximum(up, 0) ** 2 @ own["down"][e]
     gate = row @ own["gate"][e] + bias("gate_bias")
-    if experts.limit:
+    if experts.limit and not experts.alpha:
+        activated = np.minimum(gate / (1 + np.exp(-gate)), experts.limit)
+        inner = activated * np.clip(up, -experts.limit, experts.limit)
+    elif experts.limit:
         gate, up = (
             np.minimum(gate, experts.limit),
             np.clip(up, -experts.limit, experts.limit),

@@ -172,6 +172,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
         | {"moe_layer_interval": 2},
     ),
+    "kolibri1": (
+        "Kolibri1",
+        sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+        | {"sliding_window": 24, "norm_topk_prob": True}
+        | MIDDLE_FULL,
+    ),
     "laguna": (
         "Laguna",
         sizes(64, 4, 2, 32, num_hidden_layers=3, num_experts=6, num_experts_per_tok=2)

@@ -118,6 +118,10 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlavaNext": ("llama", PLAIN),
     "LlavaNextVideo": ("llama", PLAIN),
     "LlavaOnevision": ("qwen2", PLAIN),
+    "Mllama": (
+        "mllama_text_model",
+        PLAIN | PHI | {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+    ),
     "Ovis2": ("qwen2", PLAIN),
     "PaddleOCRVL": ("paddleocr_vl_text", sizes(WIDTH, 4, 2, 32) | sections(8, 4, 4)),
     "PPChart2Table": ("qwen2", PLAIN),

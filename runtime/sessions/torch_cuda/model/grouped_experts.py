@@ -176,7 +176,8 @@ class GroupedExperts:
         """What each pair counts [T, C] float32, and its expert [T, C] int32."""
         routing, correction = self.routing, self.weights.correction
         logits = router_logits(x, self.weights, routing)
-        if routing.jitter or routing.kept_groups < routing.groups:
+        of_groups = routing.kept_groups < routing.groups
+        if routing.jitter or of_groups or routing.by_logits:
             shares, experts = choose(logits, correction, routing)
             return shares.contiguous(), experts.to(torch.int32)
         size = (len(x), routing.chosen)
