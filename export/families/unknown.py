@@ -16,15 +16,39 @@ TWICE = "a layer has two attentions, and experts that pass by the second"
 STATE = "some of its layers keep a state, in a way that no record says"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
 CHUNKS = "the attention of most layers begins anew at every chunk of tokens, which no life keeps"
+NO_CACHE = "none of its layers has keys and values: there is no cache"
+DIM_DECAYS = (
+    "its delta rules forget each dim of a key at a rate of its own, and a state here has "
+    "one rate for each head"
+)
+NUMBER_DECAYS = (
+    "each number of its states decays at a rate of its own (Mamba-1), and a state here "
+    "has one rate for each head"
+)
+STREAMS = (
+    "its layers carry several hidden states of a token side by side (AltUp), and a layer "
+    "here has one"
+)
+TWO_INPUTS = (
+    "its attention reads embeddings beside hidden states, by weights that layers share"
+)
+DIFFERENCE = "what a head attends is the difference of two softmaxes"
+INNER_NORMS = "a norm stands between attention and W_O, where no basis can be folded"
+CLIPPED = "it bounds q, k and v"
 CODER = "it is an encoder, or needs one"
 
 BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), BIAS),
     "longcat_flash": TWICE,
-    **dict.fromkeys(
-        ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
-    ),
-    **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2"), STATE),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), NO_CACHE),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), DIM_DECAYS),
+    **dict.fromkeys(("jamba", "zamba"), NUMBER_DECAYS),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), STREAMS),
+    "bitnet": INNER_NORMS,
+    "dbrx": CLIPPED,
+    "diffllama": DIFFERENCE,
+    "recurrent_gemma": STATE,
+    "zamba2": TWO_INPUTS,
 }
 BY_SETTING: Mapping[str, str] = {
     "index_topk": INDEXER,

@@ -253,7 +253,10 @@ REFUSED = {
     "indexer": (config_of("deepseek_v32", index_topk=8), "an indexer chooses"),
     "two attentions": (config_of("longcat_flash"), "two attentions"),
     "choice of experts": (config_of("deepseek_v2", topk_method="best"), "'best'"),
-    "state": (config_of("mamba"), "keep a state"),
+    "state": (config_of("recurrent_gemma"), "keep a state"),
+    "no cache": (config_of("mamba"), "no cache"),
+    "decays of numbers": (config_of("jamba"), "a rate of its own"),
+    "hidden states": (config_of("gemma3n_text"), "AltUp"),
     "other codes": (
         config_of("gpt_oss", quantization_config={"quant_method": "other"}),
         "quantized",
