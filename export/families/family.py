@@ -44,7 +44,9 @@ class Experts:
     """Else an expert is a plain MLP."""
     corrected: bool = False
     correction_lead: tuple[int, ...] = ()
-    """Dims of the stored correction before that of the experts."""
+    """Dims of the stored correction before that of the experts: the first row counts."""
+    router_in_out: bool = False
+    """The router is stored [in, out]."""
     may_lack_correction: bool = False
     """Checkpoints may store no correction: then it is none."""
     groups: int = 1

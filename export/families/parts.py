@@ -26,7 +26,7 @@ BESIDE = (
         "mtp.",
     ),
     *("qformer", "query_tokens", "language_projection", "generation_"),
-    *("vit.", "talker", "token2wav", "code2wav"),
+    *("vit.", "resampler", "talker", "token2wav", "code2wav"),
     *("sam_model", "qwen2_model", "view_sep"),
 )
 """Beginnings of the names of tensors of other parts: what sees, hears, or guesses further
@@ -45,7 +45,8 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     **dict.fromkeys(
         (
             *("aria", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass"),
-            *("deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5"),
+            *("deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid"),
+            *("ernie4_5_vl_moe", "exaone4_5"),
             *("fuyu", "glmga", "instructblip", "instructblipvideo", "janus"),
             *("gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe"),
             *("glm_ocr", "got_ocr2", "hunyuan_vl"),

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
         SolarOpenConfig,
         Step3p7TextConfig,
     )
+    from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeTextConfig,
+    )
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
         MiniMaxM3VLTextConfig,
     )
@@ -425,8 +428,43 @@ def afmoe(config: AfmoeConfig) -> Family:
 
 
 def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
-    """Softmaxes with a correction; RoPE of neighbouring dims. Raises KvlatheError where
-    the sum of weights is bounded."""
+    """Raises KvlatheError where the sum of weights is bounded."""
+    first, last = config.moe_layer_start_index or 0, config.moe_layer_end_index or 0
+    step = config.moe_layer_interval or 1
+    dense = [
+        i
+        for i in range(config.num_hidden_layers)
+        if not first <= i <= last or (i + 1) % step
+    ]
+    family = _ernie(config, config.moe_intermediate_size)
+    return with_dense(family, dense, config.intermediate_size)
+
+
+def ernie4_5_vl_moe(config: Ernie4_5_VLMoeTextConfig) -> Family:
+    """The same beside experts of images, which text does not pass: they lie behind its
+    own, and so do their router and their correction. Raises as ``ernie4_5_moe``."""
+    columns = (config.moe_intermediate_size or [0])[0]
+    family = _ernie(config, columns)
+    assert family.experts is not None
+    count = family.experts.count
+    of_images = [f"experts.{e}." for e in range(count, 2 * count)]
+    ends = ["gate.weight_1", *of_images]
+    layers = range(config.num_hidden_layers)
+    family = replace(
+        family,
+        experts=replace(family.experts, correction_lead=(2,), router_in_out=True),
+        beside=(*family.beside, *(f"layers.{i}.mlp.{x}" for i in layers for x in ends)),
+    )
+    return with_dense(
+        family, not_sparse(config.mlp_layer_types), config.intermediate_size
+    )
+
+
+def _ernie(
+    config: Ernie4_5_MoeConfig | Ernie4_5_VLMoeTextConfig, columns: int
+) -> Family:
+    """Experts of ``columns``, by softmaxes with a correction; RoPE of neighbouring
+    dims."""
     if (config.moe_norm_min or 0.0) > LEAST_SUM:
         raise KvlatheError(
             f"config.json sets moe_norm_min to {config.moe_norm_min:g}",
@@ -442,15 +480,15 @@ def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
     experts = Experts(
         count=config.num_experts,
         chosen=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
+        intermediate_size=columns,
         normalized=True,
         corrected=True,
         correction_lead=(1,),
     )
-    family = replace(
+    return replace(
         gated(config),
         names=names | {"router_correction": correction},
-        intermediate_size=config.moe_intermediate_size * shared,
+        intermediate_size=columns * shared,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
@@ -460,14 +498,6 @@ def ernie4_5_moe(config: Ernie4_5_MoeConfig) -> Family:
         beside=("mtp",),
         settings=COUNTS,
     )
-    first, last = config.moe_layer_start_index or 0, config.moe_layer_end_index or 0
-    step = config.moe_layer_interval or 1
-    dense = [
-        i
-        for i in range(config.num_hidden_layers)
-        if not first <= i <= last or (i + 1) % step
-    ]
-    return with_dense(family, dense, config.intermediate_size)
 
 
 def grouped(config: Grouped, count: int) -> Experts:

@@ -163,7 +163,10 @@ class Checkpoint:
             return apply_factor(self.spec, name, own)
         experts = expert_names(self.spec, name)
         if experts:
-            return apply_factor(self.spec, name, self._of_experts(experts))
+            own = self.spec.family.experts
+            is_turned = bool(own and own.router_in_out and name.endswith(".router"))
+            maps = self._of_experts(experts, is_turned)
+            return apply_factor(self.spec, name, maps)
         source = stored_name(self.spec, name)
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
@@ -229,12 +232,16 @@ class Checkpoint:
         """[in, out] as the family stores it."""
         return (matrix if self.spec.family.in_out else matrix.mT).to(self.device)
 
-    def _of_experts(self, names: list[str]) -> Tensor:
-        """[E, in, out] of the maps of all experts, [in, out] of one map."""
+    def _of_experts(self, names: list[str], is_turned: bool) -> Tensor:
+        """[E, in, out] of the maps of all experts, [in, out] of one map, which may be
+        stored so."""
         maps: list[Tensor] = []
         for name in names:
             stored = self._read(name)
-            own = stored.to(self.device).T.contiguous().float()
+            turned = stored.to(self.device)
+            if not is_turned:
+                turned = turned.T
+            own = turned.contiguous().float()
             maps.append(finite(own, name))
             self._forget(name, stored, own)
         return torch.stack(maps) if len(maps) > 1 else maps[0]

@@ -160,7 +160,8 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if own in CURVE:
         return _of_curve(own, _stored(spec, "curve", layer), stored)
     if own == CORRECTION:
-        return stored(_stored(spec, "router_correction", layer)).float().flatten()
+        every = stored(_stored(spec, "router_correction", layer)).float().flatten()
+        return every[: spec.family.experts.count] if spec.family.experts else every
     _, _, part = own.partition(".")
     role = part.removesuffix("_bias")
     is_bias = role != part

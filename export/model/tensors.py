@@ -292,7 +292,9 @@ def _stored_shape(
     if experts is not None:
         own = experts.intermediate_size
         shapes = {
-            "router": (experts.count, hidden),
+            "router": (hidden, experts.count)
+            if experts.router_in_out
+            else (experts.count, hidden),
             "experts_gate": (own, hidden),
             "experts_up": (own, hidden),
             "experts_down": (hidden, own),

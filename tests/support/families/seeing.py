@@ -80,6 +80,12 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         | MIDDLE_FULL
         | {"rope_parameters": ONE_ROPE, "sliding_window": 24, "num_hidden_layers": 3},
     ),
+    "Ernie4_5_VLMoe": (
+        "ernie4_5_vl_moe_text",
+        sizes(WIDTH, 4, 2, 32, num_hidden_layers=3, moe_num_experts=6, moe_k=2)
+        | {"moe_intermediate_size": [24, 16], "moe_num_shared_experts": 2}
+        | sections(5, 5, 6),
+    ),
     "Exaone4_5_": ("exaone4", PLAIN | {"num_hidden_layers": 4, "sliding_window": 24}),
     "Glm4v": ("glm4v_text", IN_PARTS),
     "Glm46V": ("glm4v_text", IN_PARTS),
