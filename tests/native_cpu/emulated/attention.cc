@@ -6,6 +6,7 @@
 #include "cuda/decode/attend_decode.cu"
 #include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/attend_bytes.cuh"
+#include "cuda/decode/attend_wide.cuh"
 #include "cuda/decode/plan.cu"
 
 #include "host_half.h"
@@ -65,6 +66,10 @@ const void* bundled_kernel_general(bool) { return launcher<BundledGeneral>(); }
 const void* bundled_kernel_float8(bool) { return launcher<BundledFloat8>(); }
 const void* bundled_kernel_wide(bool) { return launcher<BundledWide256>(); }
 const void* bundled_kernel_widest(bool) { return launcher<BundledWidest>(); }
+const void* plain_kernel_256(bool) { return launcher_of<attend_wide<HostHalf, BundledPlain256>>(); }
+const void* plain_kernel_widest(bool) {
+  return launcher_of<attend_wide<HostHalf, BundledPlainWidest>>();
+}
 
 bool prompt_kernel_here() { return true; }
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }

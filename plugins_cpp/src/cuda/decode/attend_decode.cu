@@ -39,7 +39,8 @@ int64_t workspace_bytes(const Device& device) {
 template <class P>
 constexpr bool kFitsWorkspace = P::kBlocks * sizeof(PartialOf<P::kColumns, P::kRankV>) <=
                                 kBlocksPerSM * sizeof(PartialOf<kMostColumns>);
-static_assert(kFitsWorkspace<BundledWide256> && kFitsWorkspace<BundledWidest>);
+static_assert(kFitsWorkspace<BundledWide256> && kFitsWorkspace<BundledWidest> &&
+              kFitsWorkspace<BundledPlain256> && kFitsWorkspace<BundledPlainWidest>);
 
 // Of calls whose warps attend alone: of the most warps, at the widest ranks and most query heads.
 int64_t alone_bytes(const Device& device) {
@@ -106,23 +107,26 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int col
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, (P::kByteRows ? 2 : 1) * ring_room(lane.tile_bytes));
-    if (!P::kAlone) elements = std::max(elements, columns * p.head[h].rank_v);
-    widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
+    const int channels = P::kPlain ? kMergedChannels : p.head[h].rank_v;
+    if (!P::kAlone) elements = std::max(elements, columns * channels);
+    if (!P::kPlain) widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
   for (int halves = one ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = P::kBlocks; blocks >= 1; --blocks) {
       // A tile of a wide call may leave no room for a second warp.
-      const auto fewer = [](int warps) { return P::kWide && warps == 2 ? 1 : warps - 2; };
+      const auto fewer = [](int warps) {
+        return P::kPlain || (P::kWide && warps == 2) ? warps - 1 : warps - 2;
+      };
       for (int warps = most_warps; warps >= 1 && (P::kHides || warps * 128 >= elements);
            warps = fewer(warps)) {
         p.merge_floats = (warps * elements + 31) / 32 * 32;  // where the block's warps meet
         const int room = std::min(device.shared_per_block,
                                   device.shared_per_sm / blocks - device.shared_reserved);
-        const int left = room - static_bytes - 4 * p.merge_floats - warps * p.codes_bytes;
+        const int kept = (P::kPlain ? 1 : warps) * p.codes_bytes;
+        const int left = room - static_bytes - 4 * p.merge_floats - kept;
         p.ring_bytes = std::max(0, left) / warps / 512 * 512;
         if (2 * p.ring_bytes >= halves * widest)
-          return {device.sms * blocks, warps,
-                  warps * (p.ring_bytes + p.codes_bytes) + 4 * p.merge_floats};
+          return {device.sms * blocks, warps, warps * p.ring_bytes + kept + 4 * p.merge_floats};
       }
     }
   }
@@ -254,7 +258,14 @@ void decided_wide(const kvlathe_attend_decode_args& a, const std::vector<Head>& 
   const auto above = [](const Head& head) {
     return std::max(head.rank_k, head.rank_v) > Wide256::kRank;
   };
-  if (std::any_of(heads.begin(), heads.end(), above)) {
+  const bool widest = std::any_of(heads.begin(), heads.end(), above),
+             codes = std::any_of(a.parts, a.parts + a.part_count,
+                                 [](const kvlathe_part& part) { return any_quantized(part); });
+  if (!codes && widest) {
+    body(decide_bundled<BundledPlainWidest>(plain_kernel_widest(half), a, heads, device));
+  } else if (!codes) {
+    body(decide_bundled<BundledPlain256>(plain_kernel_256(half), a, heads, device));
+  } else if (widest) {
     body(decide_bundled<BundledWidest>(bundled_kernel_widest(half), a, heads, device));
   } else if ((a.flags & KVLATHE_BUNDLES) || a.group_size > kMaxGroup) {
     body(decide_bundled<BundledWide256>(bundled_kernel_wide(half), a, heads, device));

@@ -83,14 +83,16 @@ inline PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe
 }
 
 // 16 bit: a tile has a power of two of units, up to kTileBytes, and a page holds whole tiles.
-inline LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
+// gap: bytes after two rows in a ring.
+inline LaneParams lane_params16(const LaneRow& row, int32_t units_per_page, int32_t gap) {
   const int32_t ranks = row.rank_k + (values_in_keys(row) ? 0 : row.rank_v),
-                bytes = kRowTokens * 2 * ranks, copies = std::max(row.rank_k, row.rank_v) / 16;
+                bytes = kRowTokens * 2 * ranks, copies = std::max(row.rank_k, row.rank_v) / 16,
+                room = bytes + kRowTokens / 2 * gap * (values_in_keys(row) ? 1 : 2);
   int32_t units = 1;
   while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
          units_per_page % (2 * units) == 0)
     units *= 2;
-  return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
+  return {row.k, row.v, bytes, room * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
 }
 
 // Rows of bytes, 64 tokens in two halves: K, by channel or by token, and V. meta_bytes: of a token of
@@ -208,10 +210,13 @@ P decode_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>&
       if (i < 0) continue;
       const bool codes = any_quantized(a.parts[i]);
       LaneParams& lane = p.head[h].lane[slot];
-      lane = !codes         ? lane_params16(*head.lane[i], p.part[i].units_per_page)
+      lane = !codes
+                 ? lane_params16(*head.lane[i], p.part[i].units_per_page, P::kPlain ? kRowGap : 0)
              : P::kByteRows ? lane_params_halves(*head.lane[i], P::kKeyPages, P::kMetaBytes)
                             : lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general);
-      if (any_codes || general)
+      if (P::kPlain)
+        p.codes_bytes = std::max(p.codes_bytes, wide_queries_bytes(head.rank_k));
+      else if (any_codes || general)
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i],
                                                                fill, most_columns(p), general));
       p.part_weight[i] += lane.weight;

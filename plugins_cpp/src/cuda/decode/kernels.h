@@ -37,6 +37,8 @@ using BundledGeneral = Bundled<ScoredParams, kMaxGroup>;
 using BundledFloat8 = Bundled<Float8Params, kMaxGroup>;
 using BundledWide256 = Bundled<Wide256, kMaxGroup>;
 using BundledWidest = Bundled<Widest, kMaxGroup>;
+using BundledPlain256 = Bundled<Plain256, kMaxGroup>;
+using BundledPlainWidest = Bundled<PlainWidest, kMaxGroup>;
 constexpr int kMostColumns = BundledCodes::kColumns;
 const void* bundled_kernel_16(bool half);
 const void* bundled_kernel_codes(bool half, bool wide, int bits);
@@ -44,5 +46,7 @@ const void* bundled_kernel_general(bool half);
 const void* bundled_kernel_float8(bool half);
 const void* bundled_kernel_wide(bool half);
 const void* bundled_kernel_widest(bool half);
+const void* plain_kernel_256(bool half);
+const void* plain_kernel_widest(bool half);
 
 }  // namespace kvlathe::cuda

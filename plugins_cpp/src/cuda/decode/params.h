@@ -39,6 +39,16 @@ constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
 // And of all blocks of a multiprocessor in a wide call.
 constexpr int kWideWarps = 8;
+// And of a block in one whose parts all have 16 bits, at ranks up to 256.
+constexpr int kPlainWarps = kMaxWarps * 3 / 4;
+// In such a call every two rows of a tile are kRowGap bytes apart, and warps merge the sums of so many
+// channels at a time. A warp asks for kWideBatch matrices of 16 channels before it multiplies the first
+// one. Queries of two such take kTwoSteps bytes.
+constexpr int kRowGap = 16, kMergedChannels = 64, kWideBatch = 8, kTwoSteps = 512;
+__host__ __device__ constexpr int two_rows(int rank) { return 4 * rank + kRowGap; }
+__host__ __device__ constexpr int wide_queries_bytes(int rank_k) {
+  return (rank_k + 16 * kWideBatch - 1) / (16 * kWideBatch) * kWideBatch / 2 * kTwoSteps;
+}
 // Narrow 16-bit lanes take several units a tile up to so many bytes, and quantized ones two pages.
 constexpr int kTileBytes = 6 << 10;
 constexpr int kPagesBytes = 8 << 10;
@@ -134,7 +144,7 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr int kMetaBytes = 0;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   // The widest ranks, and blocks of a multiprocessor.
-  static constexpr bool kWide = false;
+  static constexpr bool kWide = false, kPlain = false;
   static constexpr int kRank = kNarrowRank, kRankV = kNarrowRank, kBlocks = kBlocksPerSM;
   const char* pool;
   const uint16_t* q;
@@ -218,6 +228,16 @@ struct WideParams : Float8Params {
 using Wide256 = WideParams<256, 256, 2>;
 using Widest = WideParams<kMaxRank, kMaxRankV, 1>;
 
+// The same where all parts have 16 bits (attend_wide.cuh).
+template <int kRank_, int kRankV_, int kBlocks_>
+struct PlainParams : ScoredParams {
+  static constexpr bool kWide = true, kPlain = true;
+  static constexpr int kRank = kRank_, kRankV = kRankV_, kBlocks = kBlocks_;
+};
+// Ranks of both up to 256, and all.
+using Plain256 = PlainParams<256, 256, 2>;
+using PlainWidest = PlainParams<kMaxRank, kMaxRankV, 1>;
+
 // The same of a call with bundles (bundles.cuh). Every KV head stands here as many times as there are
 // tiles of kColumns_ columns in the largest bundle, one after the other.
 template <class Base, int kColumns_>
@@ -230,6 +250,7 @@ struct Bundled : Base {
 // Warps of a block of attend_general. A thread of a wide call has as many registers as there are.
 template <class P>
 KVLATHE_ANYWHERE constexpr int general_warps() {
+  if (P::kPlain && P::kBlocks > 1) return kPlainWarps;
   return P::kWide ? kWideWarps / P::kBlocks : P::kBundled ? kBundledWarps : kGeneralWarps;
 }
 

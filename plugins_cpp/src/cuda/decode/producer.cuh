@@ -117,6 +117,38 @@ static __device__ __noinline__ void copy_wide_tile(uint32_t to, const char* k, c
   if (!in_keys) copy_side(to + tokens * rank_k * 2, v, rank_v);
 }
 
+// The same of a call whose parts all have 16 bits: every two rows lie kRowGap bytes apart
+// (attend_wide.cuh). From 9.0 on two rows are one bulk copy, whose end `barrier` tells.
+static __device__ __noinline__ void copy_rows(uint32_t to, const char* k, const char* v, int rank_k,
+                                              int rank_v, int tokens, int rows, bool in_keys,
+                                              uint32_t barrier) {
+  const int lane = threadIdx.x % 32, bytes_k = 2 * rank_k, bytes_v = in_keys ? 0 : 2 * rank_v,
+            pairs = tokens / 2;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) announce_copies(barrier, min(rows, tokens) * (bytes_k + bytes_v));
+  constexpr int kStep = 32;
+  const int first = lane;
+#else
+  constexpr int kStep = 1;
+  const int first = 0;
+#endif
+#pragma unroll 1
+  for (int i = first; i < (in_keys ? pairs : tokens); i += kStep) {
+    const bool values = i >= pairs;
+    const int pair = values ? i - pairs : i, bytes = values ? bytes_v : bytes_k,
+              valid = bytes * max(0, min(2, rows - 2 * pair));
+    const uint32_t at = to + (values ? pairs * two_rows(rank_k) : 0) + pair * (2 * bytes + kRowGap);
+    const char* from = (values ? v : k) + pair * 2 * bytes;
+#if __CUDA_ARCH__ >= 900
+    if (valid) copy_bulk(at, from, valid, barrier);
+    for (int c = valid; c < 2 * bytes; c += 16) shared_at<uint4>(at + c) = {0, 0, 0, 0};
+#else
+    for (int c = lane * 16; c < 2 * bytes; c += 512) copy16(at + c, from + c, c < valid);
+#endif
+  }
+  __syncwarp();
+}
+
 // What a producer knows of the run in hand. The same in all lanes. FeedState is what changes from tile
 // to tile, and is parked each time. The rest is set once a run, by take(), which parks it. Flags are
 // whole words here and below, because words load together.
@@ -331,8 +363,8 @@ struct Producer : Feed {
       ahead.now_part = ahead.part;
       ahead.now_length = ahead.length;
       unit = ahead.unit, last = ahead.last;
-      queries_due = true;
-      next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
+      queries_due = !P::kPlain;
+      next_room = P::kPlain ? 0 : ring_room(query_bytes(p, p.head[ahead.now_head]));
       const auto& at = p.head[ahead.now_head];
       const LaneParams& lane = at.lane[ahead.part];
       const int units = units_of(lane), bits = p.part_of(ahead.now_head, ahead.part).bits;
@@ -340,6 +372,7 @@ struct Producer : Feed {
       stride = pinned(warps_of<P>() * units);
       tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
       tile_room = pinned(room_of(lane));
+      if (P::kPlain) next_room = tile_room;
       tile_pages = bulk ? units : 0;
       if (bulk) {
         pieces = kPieces && is_byte(bits) ? p.page_tokens / kPieceTokens : 0;
@@ -348,13 +381,14 @@ struct Producer : Feed {
       const int halved = in_bytes(ahead.now_head, ahead.part);
       if (P::kKeyPages && halved)
         copies.set(kChunkTokens / 2, at.rank_v / 2, 1);
-      else if (!kQuantized)
+      else if (!kQuantized && !P::kPlain)
         copies.set(at.rank_k >> halved, at.rank_v >> halved, units);
       // The page ids are in the copy group of the queries of the run that ends here, and a tile's
       // group came after it. On GPUs without bulk copies this waits for tiles, too.
       if constexpr (kParks) wait_copy_groups<1>();
       locate(ahead_ids.get(), ahead.now_sequence, ahead.now_head, ahead.now_part);
       look_ahead(ahead);
+      if (P::kPlain) close_copy_group();  // of the page ids: no queries follow
     }
     if constexpr (kParks) {
       __syncwarp();
@@ -487,7 +521,7 @@ struct Producer : Feed {
   }
 
   __device__ void fetch(uint32_t to) {
-    if (tile_pages) return fetch_pages(to);
+    if (!P::kPlain && tile_pages) return fetch_pages(to);
     const char* k =
         reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
     if constexpr (P::kByteRows) {
@@ -495,10 +529,13 @@ struct Producer : Feed {
     }
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
     const int rows = tokens_of<P>(runs.now_length) - unit * kRowTokens;
-    if constexpr (kQuantized) {
+    if constexpr (kQuantized || P::kPlain) {
       const auto& head = p.head[runs.now_head];
       const LaneParams& lane = head.lane[runs.now_part];
-      if constexpr (P::kWide)
+      if constexpr (P::kPlain)
+        copy_rows(to, k, v, head.rank_k, head.rank_v, units_of(lane) * kRowTokens, rows,
+                  lane.v == lane.k, ring.newest_barrier());
+      else if constexpr (P::kWide)
         copy_wide_tile(to, k, v, head.rank_k, head.rank_v, units_of(lane) * kRowTokens, rows,
                        lane.v == lane.k);
       else
