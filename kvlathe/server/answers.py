@@ -30,6 +30,7 @@ from kvlathe.server.schema import (
     PrefixRequest,
 )
 from kvlathe.server.tracing import Spans
+from kvlathe.server.turns import Turns
 
 log = logging.getLogger("kvlathe")
 ONCE = {"x-should-retry": "false"}
@@ -84,6 +85,7 @@ class Answerer(Jobs):
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
         # Requests of each client that wait for their structures.
         self._compiling: Counter[str] = Counter()
+        self.turns = Turns()
 
     async def job(
         self, request: CompletionRequest | ChatRequest, client: str = ""
@@ -92,9 +94,10 @@ class Answerer(Jobs):
         a while. Compiling a structure may take longer: clients take turns at that, and
         one that is compiled already waits for nobody."""
         chats = isinstance(request, ChatRequest)
-        job = await asyncio.to_thread(
+        work = (
             partial(self.chat, request) if chats else partial(self.completion, request)
         )
+        job = await self.turns.run(client, work)
         if job.params.structure is None:
             return job
         try:
@@ -129,7 +132,7 @@ class Answerer(Jobs):
     async def compact(self, request: PrefixRequest, tenant: str) -> Json:
         """Compact a prefix for a tenant. Raises ApiError."""
         param = "prompt" if request.messages is None else "messages"
-        tokens = await asyncio.to_thread(self.prefix, request)
+        tokens = await self.turns.run(tenant, partial(self.prefix, request))
         try:
             made = await self.engine.compact(tokens, request.keep, tenant)
         except KvlatheError as error:

@@ -48,7 +48,13 @@ from kvlathe.server.schema import (
     PrefixRequest,
     TokenizeRequest,
 )
-from kvlathe.server.service import ERRORS, STREAM, Service, while_connected
+from kvlathe.server.service import (
+    ERRORS,
+    STREAM,
+    Service,
+    client_of,
+    while_connected,
+)
 
 MAX_BODY = 4 << 20
 
@@ -190,11 +196,12 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     answerer, llm = service.answerer, service.engine.llm
 
     @app.post("/tokenize", response_model=Tokens, responses=ERRORS, tags=["vLLM"])
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """The tokens of a text, or of a conversation."""
         if body.model is not None:
             service.check(body.model)
-        ids = await asyncio.to_thread(answerer.tokens, body)
+        work = partial(answerer.tokens, body)
+        ids = await answerer.turns.run(client_of(request), work)
         names: list[str] | None = None
         if body.return_token_strs:
             names = [llm.tokenizer.backend.id_to_token(one) or "" for one in ids]

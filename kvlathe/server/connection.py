@@ -5,7 +5,9 @@ Uvicorn waits for headers as long as the client likes. How long a body may take 
 gate's matter (gate.py).
 
 A process has so many files. Connections that wait are closed, the oldest first, before
-they take the last ones: whoever holds thousands of them stops nobody else.
+they take the last ones: whoever holds thousands of them stops nobody else. A request
+whose body has not come waits, too. And few are taken in one turn of the event loop: each
+has a file at once, and one that is closed gives its own back some turns later.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ SETTLE_SECONDS = 0.5
 RESERVE = 0.25
 """Share of the files that no connection takes: engine, disk cache, those to come."""
 MOST_FILES = 1 << 16
+BACKLOG = 2048
+"""Connections that wait to be taken; uvicorn's own."""
 
 
 def raise_file_limit() -> int:
@@ -43,6 +47,12 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return max(1, int(soft * (1 - RESERVE)))
+
+
+def taken_at_once(connections: int) -> int:
+    """How many may be taken in one turn where there may be so many ``connections``:
+    several turns' together leave files for all else."""
+    return max(1, min(BACKLOG, int(connections * RESERVE) // 6))
 
 
 def out_of_files(
@@ -109,11 +119,14 @@ class Connection(H11Protocol):
         self._stop_waiting()
 
     def _watch(self) -> None:
-        """Count the time while there is no request, whole or half answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Count the time while there is no request, whole or half answered. Of one
+        that is not whole, the gate counts it."""
+        answers = self.cycle is not None and not self.cycle.response_complete
+        if answers:
             self._stop_waiting()
-        elif self._waiting is None:
-            self._idle[self] = None
+        if not answers or self.cycle.more_body:
+            self._idle.setdefault(self)
+        if not answers and self._waiting is None:
             self._waiting = self.loop.call_later(
                 self.header_seconds, self.transport.close
             )

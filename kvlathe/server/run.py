@@ -30,7 +30,13 @@ from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS
 from kvlathe.server.app import create_app
-from kvlathe.server.connection import Connection, out_of_files, raise_file_limit
+from kvlathe.server.connection import (
+    BACKLOG,
+    Connection,
+    out_of_files,
+    raise_file_limit,
+    taken_at_once,
+)
 from kvlathe.server.gate import BODY_SECONDS, KEYED, OPERATIONS
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.tracing import exporting
@@ -112,6 +118,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine, self.drain_seconds = engine, drain_seconds
         self._until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or []:
+            bound.listen(BACKLOG)  # asyncio has made it as long as it takes at once
 
     @property
     def fault(self) -> BaseException | None:
@@ -218,6 +229,7 @@ def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=close_seconds,
+        backlog=taken_at_once(Connection.most),
     )
 
 
@@ -233,8 +245,6 @@ def serve(folder: Path, settings: Settings) -> None:
     log.info("stopped")
 
 
-BACKLOG = 2048
-"""Connections that wait to be taken; uvicorn's own."""
 TURN_SECONDS = 0.0005
 """Longest turn of a Python thread while others wait. The engine's thread prepares a
 step in a millisecond or two; by default each wait for its turn may take five."""

@@ -160,6 +160,19 @@ class SampledRequest(Strict):
         description="Extension: of one key's requests that wait, lower ones go first. Default: 0.",
     )
 
+    # vLLM's, which ask for what is done anyway, or are refused.
+    use_beam_search: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    include_reasoning: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    prompt_logprobs: Refused = None
+    allowed_token_ids: Refused = None
+    bad_words: Refused = None
+    truncate_prompt_tokens: Refused = None
+    logits_processors: Refused = None
+    kv_transfer_params: Refused = None
+    request_id: Ignored = None
+
     @model_validator(mode="after")
     def _one_structure(self) -> SampledRequest:
         formats = self.response_format
@@ -421,6 +434,9 @@ class ChatRequest(SampledRequest):
     audio: Refused = None
     prediction: Refused = None
     web_search_options: Refused = None
+    chat_template: Refused = None
+    documents: Refused = None
+    mm_processor_kwargs: Refused = None
     verbosity: Refused = None
     # They say nothing about the text.
     metadata: Ignored = None

@@ -56,6 +56,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("completions", {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias"),
         ("completions", {"prompt": "a", "stop_token_ids": [8192]}, 400, "stop_token_ids"),
         ("completions", {"prompt": "a", "trust_remote_code": True}, 400, "trust_remote_code"),
+        ("completions", {"prompt": "a", "use_beam_search": True}, 400, "use_beam_search"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ("embeddings", {"input": "a"}, 404, None),
         ("completions", {"prompt": "a", "stream_options": {"foo": 1}}, 400, "stream_options.foo"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
@@ -69,7 +72,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     ],
 )  # fmt: skip
 def test_bad_requests_are_answered_in_the_openai_form(
-    served: Served, path: str, body: dict[str, Any], status: int, param: str
+    served: Served, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     content = json.dumps({"model": MODEL_NAME, **body})
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -78,7 +81,8 @@ def test_bad_requests_are_answered_in_the_openai_form(
     )
     error = found.json()["error"]
     assert found.status_code == status and error["param"] == param, error
-    assert param.split(".")[-1] in error["message"] and set(error) == {
+    named = param or f"/v1/{path}"
+    assert named.split(".")[-1] in error["message"] and set(error) == {
         "message",
         "type",
         "param",

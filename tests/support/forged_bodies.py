@@ -49,6 +49,9 @@ SAMPLED: Json = {
     "min_tokens": 1,
     "deadline_seconds": 20,
     "priority": 1,
+    "use_beam_search": False,
+    "prompt_logprobs": None,
+    "request_id": "r",
     "user": "u",
 }
 CALL: Json = {"id": "c", "type": "function"} | {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -11,7 +11,7 @@ from kvlathe.server.anthropic.answer import Writer
 from kvlathe.server.anthropic.request import NAMES, MessagesRequest, PromptRequest
 from kvlathe.server.errors import ApiError, renamed
 from kvlathe.server.replies import AnthropicMessage, TokenCount
-from kvlathe.server.service import ERRORS, STREAM, Service
+from kvlathe.server.service import ERRORS, STREAM, Service, client_of
 from kvlathe.server.written import answer, events_of
 
 
@@ -43,11 +43,12 @@ def add_messages(app: FastAPI, service: Service) -> None:
         responses=ERRORS,
         tags=["Anthropic"],
     )
-    async def count_tokens(body: PromptRequest) -> Response:
+    async def count_tokens(request: Request, body: PromptRequest) -> Response:
         """Tokens of the prompt that a request would have."""
         service.check(body.model)
         try:
-            count = await asyncio.to_thread(answerer.chat_tokens, body.chat())
+            work = partial(answerer.chat_tokens, body.chat())
+            count = await answerer.turns.run(client_of(request), work)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         return JSONResponse({"input_tokens": count})

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from enum import Enum
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -18,7 +19,7 @@ from kvlathe.server.responses.answer import PREFIXES, Writer, new_id
 from kvlathe.server.responses.items import ITEMS, Item
 from kvlathe.server.responses.request import NAMES, PromptRequest, ResponsesRequest
 from kvlathe.server.responses.store import Kept, Store
-from kvlathe.server.service import ERRORS, STREAM, Service
+from kvlathe.server.service import ERRORS, STREAM, Service, client_of
 from kvlathe.server.written import answer, events_of
 
 TAGS: list[str | Enum] = ["OpenAI"]
@@ -131,7 +132,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
         items = responses.items(body, request.state.tenant)
         try:
             chat = body.chat(validated(items))
-            count = await asyncio.to_thread(service.answerer.chat_tokens, chat)
+            work = partial(service.answerer.chat_tokens, chat)
+            count = await service.answerer.turns.run(client_of(request), work)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
