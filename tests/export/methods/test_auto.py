@@ -51,7 +51,7 @@ FORM = CacheSettings(16)
 
 # -- plans -----------------------------------------------------------------------------
 @pytest.mark.parametrize("rope", [True, False])
-@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9])
+@pytest.mark.parametrize("ratio", [0.6, 0.75, 0.9])
 def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -> None:
     found = priced(1, rope)
     shape, tokens = found.grid.stats.shape, found.grid.tokens
