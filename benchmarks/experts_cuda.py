@@ -250,11 +250,12 @@ class Swept:
             layer.grouped(experts, tile.rows)
             for layer, (_, experts) in zip(self.layers, self.chosen, strict=True)
         ]
-        self.between = self.layers[0]._inner(self.x, *self.groups[0], tile)
+        self.between = self.first(tile.inner, 0)
 
     def first(self, tuning: Tuning, call: int) -> Tensor:
         at, form = call % COPIES, replace(self.tile, inner=tuning)
-        return self.layers[at]._inner(self.x, *self.groups[at], form)
+        shares = self.chosen[at][0]
+        return self.layers[at]._inner(self.x, shares, *self.groups[at], form)
 
     def second(self, tuning: Tuning, call: int) -> Tensor:
         at, form = call % COPIES, replace(self.tile, outer=tuning)

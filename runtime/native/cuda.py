@@ -176,7 +176,7 @@ class RowsArgs(Structure):
         ("abi_version", c_uint32),
         *_ints("element", "rows", "columns"),
         ("eps", c_float),
-        ("reserved", c_int32),
+        ("heads", c_int32),
         ("x", c_void_p),
         ("x_stride", c_int64),
         *_pointers("weight", "out", "stream"),
@@ -223,6 +223,7 @@ class CudaLibrary:
         ]
         lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
         lib.kvlathe_cuda_rms_norm.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_norm_heads.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_silu_product.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_fp8_rows.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_product.argtypes = [POINTER(ProductArgs), POINTER(Status)]

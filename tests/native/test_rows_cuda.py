@@ -44,6 +44,27 @@ def test_the_rms_norm_kernel_rounds_once(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
+    ("rows", "heads", "columns"),
+    [(0, 2, 64), (1, 1, 8), (16, 36, 128), (3, 5, 200), (700, 3, 256)],
+)
+def test_the_norm_of_heads_rounds_once(
+    native: NativeRows, dtype: torch.dtype, rows: int, heads: int, columns: int
+) -> None:
+    width = heads * columns
+    x = torch.randn(rows, width + 8, device="cuda").mul(3).to(dtype)[:, 8:]
+    x = x.unflatten(1, (heads, columns))  # of a wider matrix, as q and k are
+    weight = torch.randn(columns, device="cuda").to(dtype)
+    wide = x.double()
+    exact = wide / (wide.square().mean(2, keepdim=True) + 1e-5).sqrt() * weight.double()
+    found = native.rms_norm(x, weight, 1e-5)
+    assert found.is_contiguous()
+    assert (
+        (found.double() - exact).abs() <= 1.1 * ROUNDING[dtype] * exact.abs() + 1e-7
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
     ("rows", "columns"), [(0, 64), (1, 8), (16, 14336), (300, 2056)]
 )
 def test_the_gated_silu_kernel_rounds_once(

@@ -16,8 +16,8 @@ typedef struct kvlathe_rows_args {
   uint32_t abi_version;
   int32_t element; /* F16 or BF16 */
   int32_t rows, columns;
-  float eps; /* of the norm */
-  int32_t reserved;
+  float eps;          /* of the norm */
+  int32_t heads;      /* of a row: norms of heads alone */
   const void* x;      /* rows start at multiples of x_stride, a multiple of 8 */
   int64_t x_stride;   /* in elements */
   const void* weight; /* of the norm: [columns] */
@@ -27,6 +27,10 @@ typedef struct kvlathe_rows_args {
 
 /* out = weight * x / sqrt(mean(x^2) + eps) */
 KVLATHE_API int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe_status* status);
+
+/* The same of each of `heads` heads of a row of x, which have `columns` elements each, at most 256:
+ * out [rows, heads, columns]. */
+KVLATHE_API int32_t kvlathe_cuda_norm_heads(const kvlathe_rows_args* args, kvlathe_status* status);
 
 /* x holds [gate | up], 2 * columns elements a row: out = silu(gate) * up */
 KVLATHE_API int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,

@@ -59,6 +59,9 @@ extern "C" int32_t kvlathe_cuda_move(const kvlathe_cuda_move_args*, kvlathe_stat
 extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args*, kvlathe_status* status) {
   return refuse(status);
 }
+extern "C" int32_t kvlathe_cuda_norm_heads(const kvlathe_rows_args*, kvlathe_status* status) {
+  return refuse(status);
+}
 extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_status* status) {
   return refuse(status);
 }

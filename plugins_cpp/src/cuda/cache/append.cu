@@ -1,11 +1,11 @@
 // Appends a layer's fresh tokens: RoPE, projection, centre and rounding, then each row goes to its
 // place. It is one kernel, because separate ones would pass every row through memory again.
 //
-// A block takes 16 rows of one lane at a time: query heads of a few tokens (z = 0), or keys of 16
-// tokens (z = 1), which then moves their values, too. RoPE turns the rows on their way into shared
-// memory. Tensor cores multiply them there with the lane's matrix. That is larger than the rows, so
-// in large steps a block keeps it for several of them. A layer that reads the pages of another has
-// queries alone.
+// A block takes 16 rows of one lane at a time: query heads of a few tokens (z = 0), keys of 16
+// tokens (z = 1), or their values (z = 2): neither waits for the other. RoPE turns the rows on their
+// way into shared memory. Tensor cores multiply them there with the lane's matrix. That is larger
+// than the rows, so in large steps a block keeps it for several of them. A layer that reads the
+// pages of another has queries alone.
 #include <algorithm>
 #include <limits>
 
@@ -182,16 +182,21 @@ __global__ void __launch_bounds__(kWarps * 32, 5)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   const AppendLane& lane = p.lane[blockIdx.y];
-  const bool keys = blockIdx.z;
-  const int heads = keys ? 1 : p.group_size, inner = padded(lane.input_dim), rank = lane.rank_k;
+  const bool keys = blockIdx.z == 1;
+  const int heads = blockIdx.z ? 1 : p.group_size, inner = padded(lane.input_dim),
+            rank = lane.rank_k;
   const int all = p.tokens * heads;
   if (int(blockIdx.x) * kRows >= all) return;
   uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0),
            *out = x + kRows * (inner + kPad);
-  if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
+  if (lane.projected && blockIdx.z < 2) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
 #pragma unroll 1
   for (int first = blockIdx.x * kRows; first < all; first += gridDim.x * kRows) {
     const int rows = min(kRows, all - first);
+    if (blockIdx.z == 2) {
+      append_values(p, lane, first, rows);
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < kRows / kWarps; ++i) {
       // Rows past the last one: the last once more.
@@ -201,7 +206,6 @@ __global__ void __launch_bounds__(kWarps * 32, 5)
                                   : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
       turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
     }
-    if (keys) append_values(p, lane, first, rows);
     if (lane.projected) {
       wait_copy_groups<0>();
       __syncthreads();
@@ -334,8 +338,8 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
   }
   const int lanes = layer.head.lanes, tiles = (a.tokens * p.group_size + kRows - 1) / kRows,
             most =
-                std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (2 * lanes));
-  const dim3 grid(std::min(tiles, most), lanes, a.k ? 2 : 1);
+                std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (3 * lanes));
+  const dim3 grid(std::min(tiles, most), lanes, a.k ? 3 : 1);
   const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
   check_shared(elements * 2, "rows and projections of ranks this large");
   reserve_shared(kernel, elements * 2);

@@ -13,6 +13,7 @@ namespace {
 constexpr int kPiece = 8;  // elements
 constexpr int kHeld = 2;   // pieces that a thread of the norm holds
 constexpr int kMostThreads = 1024;
+constexpr int kHeadThreads = 256;
 constexpr float kOneCode = 1.f / 448.f;            // e4m3 ends at 448
 constexpr float kLeastLargest = 6.103515625e-05f;  // of a row, whatever it holds
 static_assert(kHeld * kMostThreads * kPiece == kMaxColumns);
@@ -23,6 +24,7 @@ struct RowsParams {
   int64_t x_stride;
   int32_t rows, pieces;  // of a row
   float eps;
+  int32_t heads;
 };
 
 __device__ inline uint16_t element(const uint4& piece, int i) {
@@ -75,6 +77,33 @@ __global__ void __launch_bounds__(kMostThreads) norm_rows(const RowsParams p) {
       out[j] = E::widen(element(x[i], j)) * scale * E::widen(element(w[i], j));
     if (at < p.pieces) to[at] = packed<E>(out);
   }
+}
+
+// A warp takes a head of a row: of a token's heads none is wide.
+template <class E>
+__global__ void __launch_bounds__(kHeadThreads) norm_heads(const RowsParams p) {
+  const int64_t at = int64_t{blockIdx.x} * (kHeadThreads / 32) + threadIdx.x / 32;
+  if (at >= int64_t{p.rows} * p.heads) return;
+  const int64_t row = at / p.heads;
+  const int head = int(at % p.heads), lane = threadIdx.x % 32;
+  const uint16_t* from = p.x + row * p.x_stride + int64_t{head} * p.pieces * kPiece;
+  uint4 x{}, w{};
+  if (lane < p.pieces)
+    x = reinterpret_cast<const uint4*>(from)[lane],
+    w = reinterpret_cast<const uint4*>(p.weight)[lane];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) {
+    const float one = E::widen(element(x, i));
+    sum += one * one;
+  }
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  const float scale = rsqrtf(sum / float(p.pieces * kPiece) + p.eps);
+  float out[kPiece];
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i)
+    out[i] = E::widen(element(x, i)) * scale * E::widen(element(w, i));
+  if (lane < p.pieces) reinterpret_cast<uint4*>(p.out)[at * p.pieces + lane] = packed<E>(out);
 }
 
 // A thread takes a piece.
@@ -139,7 +168,7 @@ __global__ void __launch_bounds__(kMostThreads) code_rows(const RowsParams p) {
 
 // -- host ---------------------------------------------------------------------
 
-RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
+RowsParams params_of(const kvlathe_rows_args& a, int64_t width) {
   check_version(a.abi_version);
   check_element(a.element);
   require(a.rows >= 0 && a.rows <= 65535 && a.columns >= kPiece && a.columns % kPiece == 0,
@@ -156,7 +185,8 @@ RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
           a.x_stride,
           a.rows,
           a.columns / kPiece,
-          a.eps};
+          a.eps,
+          a.heads};
 }
 
 // Threads of a block that holds a whole row.
@@ -175,6 +205,19 @@ void rms_norm(const kvlathe_rows_args& a) {
   const auto kernel = a.element == KVLATHE_F16 ? norm_rows<Half> : norm_rows<Bfloat>;
   kernel<<<a.rows, threads, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching rms_norm");
+}
+
+void norm_heads(const kvlathe_rows_args& a) {
+  require(a.heads >= 1 && a.heads <= 1 << 16 && a.columns <= 32 * kPiece, KVLATHE_BAD_ARGUMENT,
+          "a row must have 1 to 65536 heads of at most 256 columns");
+  const RowsParams p = params_of(a, int64_t{a.heads} * a.columns);
+  require(a.weight, KVLATHE_BAD_ARGUMENT, "weight is null");
+  if (!a.rows) return;
+  constexpr int64_t kWarps = kHeadThreads / 32;
+  const int64_t blocks = (int64_t{a.rows} * a.heads + kWarps - 1) / kWarps;
+  const auto kernel = a.element == KVLATHE_F16 ? norm_heads<Half> : norm_heads<Bfloat>;
+  kernel<<<unsigned(blocks), kHeadThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching norm_heads");
 }
 
 void silu_product(const kvlathe_rows_args& a) {
@@ -208,6 +251,10 @@ int32_t run_on(const kvlathe_rows_args* args, kvlathe_status* status,
 
 extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe_status* status) {
   return kvlathe::cuda::run_on(args, status, kvlathe::cuda::rms_norm);
+}
+
+extern "C" int32_t kvlathe_cuda_norm_heads(const kvlathe_rows_args* args, kvlathe_status* status) {
+  return kvlathe::cuda::run_on(args, status, kvlathe::cuda::norm_heads);
 }
 
 extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,

@@ -91,6 +91,27 @@ def place(experts: Tensor, counts: Tensor, ranks: Tensor, rows: Tensor, owners: 
     tl.store(rows + at, some + 1, mask=is_pair)
 
 
+@jit(do_not_specialize=["pairs"])
+def place_few(experts: Tensor, rows: Tensor, owners: Tensor, pairs: int, E: constexpr,
+              WIDE: constexpr, M: constexpr, ALL: constexpr) -> None:
+    """What ``rank`` and ``place`` do, a tile a program, in the order of the pairs: experts [P]
+    -> rows [B, M] and owners [B], which hold anything before. ``ALL``: no less than P."""
+    tile, every, pair = tl.program_id(0), tl.arange(0, WIDE), tl.arange(0, ALL)
+    is_pair = pair < pairs
+    expert = tl.load(experts + pair, mask=is_pair, other=-1)
+    needs = (tl.histogram(tl.maximum(expert, 0), WIDE, is_pair) + M - 1) // M
+    owner = tl.sum((tl.cumsum(needs, 0) <= tile).to(tl.int32), 0)
+    tl.store(owners + tile, tl.where(owner < E, owner, -1))
+    is_own = (expert == owner).to(tl.int32)
+    first = tile - tl.sum(tl.where(every < owner, needs, 0), 0)
+    at = tl.cumsum(is_own, 0) - 1 - first * M
+    is_here = (is_own > 0) & (at >= 0) & (at < M)
+    tl.store(rows + tile * M + at, pair + 1, mask=is_here)
+    row = tl.arange(0, M)
+    is_left = row >= tl.sum(is_here.to(tl.int32), 0)
+    tl.store(rows + tile * M + row, tl.zeros([M], tl.int32), mask=is_left)
+
+
 @jit
 def activated(x: Tensor, ACTIVATION: constexpr) -> Tensor:
     """As ACTIVATIONS in kvlathe/layers/rows.py."""
@@ -161,9 +182,11 @@ def group_at(numbers: Tensor, group: int, n: Tensor, N: constexpr) -> Tensor:
 @jit
 def of_nibbles(codes: Tensor, scales: Tensor, zeros: Tensor, group: int, n: Tensor,
                N: constexpr, HAS_ZEROS: constexpr) -> Tensor:
-    """The weights of codes [KS, NS] of one group."""
+    """The weights of codes [KS, NS] of one group. The bits of a code are those of 1024 + the
+    code where they end a half of 1024: an addition is faster than a conversion."""
     zero = group_at(zeros, group, n, N) if HAS_ZEROS else 8
-    return (codes.to(tl.float16) - zero) * group_at(scales, group, n, N)
+    more = tl.cast(codes.to(tl.int16) | 0x6400, tl.float16, bitcast=True)
+    return (more - (zero + 1024)) * group_at(scales, group, n, N)
 
 
 @jit
@@ -275,4 +298,15 @@ def outer(inputs: Tensor, down: Tensor, scales: Tensor, zeros: Tensor, bias: Ten
         found *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
     to = out + pair[:, None].to(tl.int64) * N + n[None, :]
     tl.store(to, found, mask=real[:, None] & (n < N)[None, :])
+
+
+@jit
+def summed(parts: Tensor, out: Tensor, C: constexpr, D: constexpr, SOME: constexpr) -> None:
+    """parts [T, C, D] -> out [T, D]: SOME columns of a token a program."""
+    token, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME + tl.arange(0, SOME)
+    total = tl.zeros([SOME], tl.float32)
+    for part in range(C):
+        at = parts + (token * C + part) * D + n
+        total += tl.load(at, mask=n < D, other=0.0).to(tl.float32)
+    tl.store(out + token * D + n, total, mask=n < D)
 # fmt: on

@@ -30,8 +30,10 @@ from kvlathe.runtime.sessions.torch_cuda.model.expert_maps import (
 
 KERNELS = "kvlathe.runtime.sessions.torch_cuda.model.expert_kernels"
 HALVES = (torch.float16, torch.bfloat16)
-MANY = 64
-"""Pairs, or tiles, of a program that puts them in order."""
+MANY, FEW = 64, 128
+"""Pairs, or tiles, of a program that puts them in order, and pairs that each looks through."""
+SOME = 256
+"""Columns of a program that adds what a token's experts give."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,8 @@ class GroupedExperts:
         as there can be."""
         pairs = experts.numel()
         tiles = (pairs + min(self.count, pairs) * (tile - 1)) // tile
+        if pairs <= FEW:
+            return self._few_grouped(experts, tiles, tile)
         zeros = experts.new_zeros(tiles * tile + self.count)
         rows, counts = zeros.split_with_sizes([tiles * tile, self.count])
         ranks, owners = experts.new_empty(pairs), experts.new_empty(tiles)
@@ -224,6 +228,23 @@ class GroupedExperts:
             tile,
             MANY,
             num_warps=4,
+        )
+        return rows, owners
+
+    def _few_grouped(
+        self, experts: Tensor, tiles: int, tile: int
+    ) -> tuple[Tensor, Tensor]:
+        rows, owners = experts.new_empty(tiles * tile), experts.new_empty(tiles)
+        self.kernels.place_few[(tiles,)](
+            experts,
+            rows,
+            owners,
+            experts.numel(),
+            self.count,
+            _power(self.count),
+            tile,
+            FEW,
+            num_warps=1,
         )
         return rows, owners
 
@@ -293,7 +314,12 @@ class GroupedExperts:
             num_warps=how.warps,
             num_stages=how.stages,
         )
-        return out.view(*shares.shape, self.hidden).sum(1)
+        total = inner.new_empty(len(shares), self.hidden)
+        grid = len(shares), -(-self.hidden // SOME)
+        self.kernels.summed[grid](
+            out, total, self.routing.chosen, self.hidden, SOME, num_warps=1
+        )
+        return total
 
 
 def _arguments(own: ExpertMap, bias: Tensor | None) -> list[Tensor]:

@@ -24,8 +24,8 @@ from kvlathe.runtime.sessions.torch_cuda.model.coded import (
 ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
 PIECE = 8
 """Elements of 16 bytes, which a thread reads at once."""
-WIDEST = 16384
-"""Columns of the widest RMS norm that the kernels take."""
+WIDEST, WIDEST_HEAD = 16384, 256
+"""Columns of the widest RMS norm that the kernels take, and of those of heads."""
 FEW_ROWS = {8: 16, 4: 64}
 """By the bits of codes: up to so many rows our products take less time than torch's."""
 SLICE = 1 << 24
@@ -69,10 +69,15 @@ class NativeRows(FusedRows):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         columns = x.shape[-1]
-        runs = _fits(x, columns) and columns <= WIDEST and weight.dtype == x.dtype
-        if not runs:
-            return super().rms_norm(x, weight, eps)
-        return self._run("cuda_rms_norm", x, columns, weight, eps)
+        if weight.dtype == x.dtype:
+            if _fits(x, columns) and columns <= WIDEST:
+                return self._run("cuda_rms_norm", x, columns, weight, eps)
+            if columns <= WIDEST_HEAD and _are_heads(x) and _fits(x[:, 0], columns):
+                out = x.new_empty(x.shape)
+                heads = x.shape[1]
+                self._call("cuda_norm_heads", x[:, 0], columns, out, weight, eps, heads)
+                return out
+        return super().rms_norm(x, weight, eps)
 
     def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
         is_silu = ACTIVATIONS[activation] is F.silu
@@ -160,8 +165,9 @@ class NativeRows(FusedRows):
         out: Tensor,
         weight: Tensor | None = None,
         eps: float = 0.0,
+        heads: int = 1,
     ) -> None:
-        args = RowsArgs(ABI_VERSION, ELEMENTS[x.dtype], len(x), columns, eps)
+        args = RowsArgs(ABI_VERSION, ELEMENTS[x.dtype], len(x), columns, eps, heads)
         args.x = x.data_ptr()
         args.x_stride = x.stride(0)
         args.out = out.data_ptr()
@@ -178,6 +184,11 @@ def _fits(x: Tensor, columns: int) -> bool:
         return False
     is_aligned = x.stride(0) % PIECE == 0 and x.data_ptr() % 16 == 0
     return is_aligned and len(x) < 1 << 16
+
+
+def _are_heads(x: Tensor) -> bool:
+    """Whether x is [T, heads, columns], with the heads of a token side by side."""
+    return x.dim() == 3 and x.shape[1] > 0 and x.stride(1) == x.shape[2]
 
 
 def _fits_codes(x: Tensor, table: CodeTable) -> bool:
