@@ -295,21 +295,13 @@ class Bench:
 
     def replayed(self) -> float:
         """Seconds of one replay on the GPU, among others."""
-        replay = next(
-            g.replay
-            for (size, adapts), g in sorted(self.session._graphs.items())
-            if size >= self.batch and not adapts
-        )
+        replay = self.session._graph_of(self.batch).replay
         torch.cuda.synchronize()
         return repeated(replay, 20) * 1e-3
 
     def profile(self) -> list[tuple[str, int, float]]:
         """(kernel, calls, microseconds) of one captured step, the longest first."""
-        replay = next(
-            g.replay
-            for (size, adapts), g in sorted(self.session._graphs.items())
-            if size >= self.batch and not adapts
-        )
+        replay = self.session._graph_of(self.batch).replay
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CUDA]
         ) as found:

@@ -365,7 +365,7 @@ class Model:
         times = [
             self.seconds(BATCH, 64, 136) - self.seconds(BATCH, 64, 8) for _ in range(3)
         ]
-        graph = self.session._graphs[BATCH, False]
+        graph = self.session._graph_of(BATCH)
         return repeated(graph.replay, 30), min(times) / 128 * 1e3
 
     def prompt(self, tokens: int) -> float:
