@@ -12,6 +12,7 @@ from kvlathe.export.families.experts import (
     EXPERTS,
     SHARED,
     WITHOUT_MLP,
+    counted,
     plain_layers,
     with_dense,
 )
@@ -161,12 +162,7 @@ def _with_experts() -> dict[str, str]:
 
 
 def _experts(config: Qwen3NextConfig | Qwen3_5MoeTextConfig) -> Experts:
-    return Experts(
-        count=config.num_experts,
-        chosen=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        normalized=getattr(config, "norm_topk_prob", True),
-    )
+    return counted(config, getattr(config, "norm_topk_prob", True))
 
 
 def _delta(config: Delta, stored: Mapping[str, tuple[str, ...]]) -> Mixer:

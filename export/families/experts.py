@@ -98,6 +98,32 @@ class Sparse(Protocol):
     def mlp_only_layers(self) -> list[int] | None: ...
 
 
+class Counted(Protocol):
+    """Fields of a configuration with experts; most families spell them alike."""
+
+    @property
+    def num_experts(self) -> int | None: ...
+    @property
+    def num_experts_per_tok(self) -> int | None: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+
+
+def counted(config: Counted, normalized: bool = True) -> Experts:
+    """Experts that a softmax chooses."""
+    return Experts(
+        count=config.num_experts or 0,
+        chosen=config.num_experts_per_tok or 0,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=normalized,
+    )
+
+
+def by_sigmoids(config: Counted, normalized: bool = True) -> Experts:
+    """Experts that sigmoids with a correction choose."""
+    return replace(counted(config, normalized), scores="sigmoid", corrected=True)
+
+
 def mixtral(config: MixtralConfig | PhimoeConfig) -> Family:
     experts = Experts(
         count=config.num_local_experts,
@@ -149,14 +175,7 @@ def qwen3_vl_moe(config: Qwen3VLMoeTextConfig) -> Family:
         biased(config),
         names=WITHOUT_MLP | STACK | QK_NORMS,
         intermediate_size=config.moe_intermediate_size,
-        experts=Experts(
-            count=config.num_experts,
-            chosen=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalized=True,
-            stacked=True,
-            halves=True,
-        ),
+        experts=replace(counted(config), stacked=True, halves=True),
         settings=COUNTS,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
@@ -205,17 +224,11 @@ def olmoe(config: OlmoeConfig) -> Family:
 def _qwen(
     config: Qwen2MoeConfig | Qwen3MoeConfig | Qwen3OmniMoeTextConfig | MellumConfig,
 ) -> Family:
-    experts = Experts(
-        count=config.num_experts,
-        chosen=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        normalized=config.norm_topk_prob,
-    )
     return replace(
         gated(config),
         names=WITHOUT_MLP | EXPERTS,
         intermediate_size=config.moe_intermediate_size,
-        experts=experts,
+        experts=counted(config, config.norm_topk_prob),
         settings=COUNTS,
     )
 

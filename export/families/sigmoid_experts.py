@@ -14,6 +14,8 @@ from kvlathe.export.families.experts import (
     EXPERTS,
     MIXTRAL_EXPERTS,
     WITHOUT_MLP,
+    by_sigmoids,
+    counted,
     not_sparse,
     plain_layers,
     with_dense,
@@ -168,20 +170,12 @@ def hy_v3(config: HYV3Config) -> Family:
         "up": "model.layers.{i}.mlp.shared_mlp.up_proj",
         "down": "model.layers.{i}.mlp.shared_mlp.down_proj",
     }
-    experts = Experts(
-        count=config.num_experts or 0,
-        chosen=config.num_experts_per_tok or 0,
-        intermediate_size=config.moe_intermediate_size,
-        normalized=True,
-        scores="sigmoid",
-        corrected=True,
-    )
     family = replace(
         llama(config),
         names=NAMES | QK_NORMS | own,
         intermediate_size=config.moe_intermediate_size
         * (config.num_shared_experts or 0),
-        experts=experts,
+        experts=by_sigmoids(config),
         factors={"experts_down": config.router_scaling_factor},
         beside=(f"layers.{config.num_hidden_layers}.",),
         settings=COUNTS,
@@ -259,13 +253,7 @@ def flint(config: FlintConfig) -> Family:
         out_bias=config.attention_bias,
         windows=windows,
         ropes=tuple("" if window else None for window in windows),
-        experts=Experts(
-            count=config.num_experts,
-            chosen=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalized=config.norm_topk_prob,
-            scores="sigmoid",
-        ),
+        experts=replace(counted(config, config.norm_topk_prob), scores="sigmoid"),
         settings=COUNTS,
     )
     return with_dense(family, plain_layers(config), config.intermediate_size)
@@ -332,15 +320,7 @@ def kolibri1(config: Kolibri1Config) -> Family:
         ropes=tuple("" if window else None for window in windows)
         if config.sliding_window is not None
         else (),
-        experts=Experts(
-            count=config.num_experts,
-            chosen=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalized=config.norm_topk_prob,
-            scores="sigmoid",
-            corrected=True,
-            by_logits=True,
-        ),
+        experts=replace(by_sigmoids(config, config.norm_topk_prob), by_logits=True),
         settings=COUNTS,
     )
 
@@ -375,14 +355,7 @@ def laguna(config: LagunaConfig) -> Family:
         query_heads=tuple(config.num_attention_heads_per_layer or ()),
         windows=sliding_layers(config),
         ropes=tuple(config.layer_types or ()),
-        experts=Experts(
-            count=config.num_experts,
-            chosen=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalized=True,
-            scores="sigmoid",
-            corrected=True,
-        ),
+        experts=by_sigmoids(config),
         factors={"experts_down": config.moe_routed_scaling_factor},
         settings=COUNTS,
     )
@@ -403,14 +376,6 @@ def afmoe(config: AfmoeConfig) -> Family:
         "router_correction": "model.layers.{i}.mlp.expert_bias",
     }
     windows = sliding_layers(config)
-    experts = Experts(
-        count=config.num_experts or 0,
-        chosen=config.num_experts_per_tok or 0,
-        intermediate_size=config.moe_intermediate_size,
-        normalized=True,
-        scores="sigmoid",
-        corrected=True,
-    )
     scale = config.hidden_size**0.5 if config.mup_enabled else 1.0
     family = replace(
         biased(config),
@@ -419,7 +384,7 @@ def afmoe(config: AfmoeConfig) -> Family:
         * (config.num_shared_experts or 0),
         windows=windows,
         ropes=tuple("" if window else None for window in windows),
-        experts=experts,
+        experts=by_sigmoids(config),
         factors={"experts_down": config.route_scale or 1.0, "embed": scale},
         settings=COUNTS,
     )

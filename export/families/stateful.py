@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvlathe.export.families.experts import COUNTS, OF_EXPERTS
-from kvlathe.export.families.family import ATTENTION, Experts, Family, Mixer
+from kvlathe.export.families.experts import COUNTS, by_sigmoids, with_dense
+from kvlathe.export.families.family import ATTENTION, Family, Mixer
 from kvlathe.export.families.windows import sliding_layers
 from kvlathe.layers.mixers import Mixing
 
@@ -35,6 +35,7 @@ LFM2 = {
     "norm": "model.embedding_norm",
     "head": "lm_head",
 }
+LFM2_MLP = {role: LFM2[role] for role in ("gate", "up", "down")}
 LFM3 = LFM2 | {
     "q_norm": LAYER + "self_attn.q_norm",
     "k_norm": LAYER + "self_attn.k_norm",
@@ -63,6 +64,10 @@ def mixing_layers(
 
 
 def lfm2(config: Lfm2Config) -> Family:
+    return _convolving(config, _columns(config))
+
+
+def _convolving(config: Lfm2Config | Lfm2MoeConfig, columns: int) -> Family:
     mixes, lacks = mixing_layers(config.layer_types, "conv")
     return Family(
         names=LFM2,
@@ -70,7 +75,7 @@ def lfm2(config: Lfm2Config) -> Family:
         norm_eps=config.norm_eps,
         activation="silu",
         kv_heads=config.num_key_value_heads,
-        intermediate_size=_columns(config),
+        intermediate_size=columns,
         mixer=_short_convolution(config),
         mixes=mixes,
         lacks=lacks,
@@ -105,40 +110,22 @@ def lfm3(config: Lfm3Config) -> Family:
 
 def lfm2_moe(config: Lfm2MoeConfig) -> Family:
     """LFM2 with experts, chosen by sigmoids."""
-    mixes, lacks = mixing_layers(config.layer_types, "conv")
-    experts = Experts(
-        count=config.num_experts,
-        chosen=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        normalized=config.norm_topk_prob,
-        scores="sigmoid",
-        corrected=config.use_expert_bias,
-    )
-    kept = {role: x for role, x in LFM2.items() if role not in OF_EXPERTS}
     own = dict(LFM2_EXPERTS)
     if not config.use_expert_bias:
         del own["router_correction"]
-    family = Family(
+    kept = {role: x for role, x in LFM2.items() if role not in LFM2_MLP}
+    family = replace(
+        _convolving(config, config.moe_intermediate_size),
         names=kept | own,
-        norm="rms",
-        norm_eps=config.norm_eps,
-        activation="silu",
-        kv_heads=config.num_key_value_heads,
-        intermediate_size=config.moe_intermediate_size,
-        experts=experts,
+        experts=replace(
+            by_sigmoids(config, config.norm_topk_prob),
+            corrected=config.use_expert_bias,
+        ),
         factors={"experts_down": config.routed_scaling_factor},
-        mixer=_short_convolution(config),
-        mixes=mixes,
-        lacks=lacks,
         settings=COUNTS,
     )
     first = min(config.num_dense_layers, config.num_hidden_layers)
-    return replace(
-        family,
-        dense=tuple(range(first)),
-        dense_names=LFM2,
-        dense_size=config.intermediate_size,
-    )
+    return with_dense(family, range(first), config.intermediate_size, LFM2_MLP)
 
 
 def _ropes(kinds: Sequence[str]) -> tuple[str, ...]:
