@@ -63,5 +63,9 @@ GUESSING: Mapping[str, GuessingLayer] = {
     "glm4_moe": LAST,
     "glm4_moe_lite": LAST,
     "qwen3_next": MTP,
+    "qwen3_5": MTP,
+    "qwen3_5_moe": MTP,
+    "qwen3_5_text": MTP,
+    "qwen3_5_moe_text": MTP,
 }
 """Model type -> its layer. Released checkpoints of these types have one."""

@@ -1,6 +1,6 @@
 """DeepSeek V2, V3 (Kimi K2.5 is one) and V3.2, GLM-5, GLM-4.7 Flash, Mistral Small 4, A.X K1, Youtu-LLM
 and MiniCPM3: heads share one latent (MLA, arXiv 2405.04434), most beside experts. What
-guesses further tokens (multi-token prediction) is left out."""
+guesses further tokens (multi-token prediction) is an engine of its own (guessing.py)."""
 
 from __future__ import annotations
 

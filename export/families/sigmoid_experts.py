@@ -95,7 +95,7 @@ class Grouped(Protocol):
 
 def glm4_moe(config: Glm4MoeConfig) -> Family:
     """QK-norms in some models, RoPE on a part of each head. What guesses further tokens
-    (multi-token prediction) is left out."""
+    (multi-token prediction) is an engine of its own (guessing.py)."""
     family = replace(
         gated(config),
         names=NAMES | (QK_NORMS if getattr(config, "use_qk_norm", False) else {}),

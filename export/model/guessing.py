@@ -18,6 +18,7 @@ from kvlathe.export.families.guessing import (
 )
 from kvlathe.export.model.spec import DecoderSpec, Settings
 from kvlathe.export.model.tensor_files import Header, TensorFile
+from kvlathe.export.model.tensors import other_names
 
 Files = Mapping[str, TensorFile]
 """Name of a tensor -> the file that has it."""
@@ -56,7 +57,9 @@ def settings_of(raw: Settings) -> Settings:
     if kind not in GUESSING:
         known = ", ".join(GUESSING)
         raise _lacks(f"it is known where models of {known} have theirs")
-    return raw | dict(GUESSING[kind].settings) | {"num_hidden_layers": 1}
+    own = dict(GUESSING[kind].settings) | {"num_hidden_layers": 1}
+    text = raw.get("text_config")
+    return raw | ({"text_config": text | own} if isinstance(text, dict) else own)
 
 
 def alone(spec: DecoderSpec, layers: int, where: Files) -> tuple[DecoderSpec, Files]:
@@ -68,9 +71,12 @@ def alone(spec: DecoderSpec, layers: int, where: Files) -> tuple[DecoderSpec, Fi
     names = spec.family.names
     prefix = form.prefix.replace("{n}", str(layers))
     found: dict[str, str] = {}
+    for role in ("embed", "head"):
+        stored = f"{names[role]}.weight"
+        every = (x for x in (stored, *other_names(spec, stored)) if x in where)
+        for name in every:
+            found[stored] = name
     for name in where:
-        if name.startswith((f"{names['embed']}.", f"{names['head']}.")):
-            found.setdefault(name, name)
         if name.startswith(prefix):
             found[_renamed(form, name.removeprefix(prefix))] = name
     if f"{JOIN}.weight" not in found:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
@@ -21,9 +23,15 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.runtime.drafting.guessing_layer import GuessingLayer
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.support.checkpoints import make
+from tests.support.checkpoints import make, make_model
 from tests.support.drafts import whatever_is_guessed
-from tests.support.guessing_cases import make_guessing
+from tests.support.families import FAMILIES
+from tests.support.guessing_cases import (
+    BESIDE,
+    ONE_FULL_LAYER,
+    WEIGHTS,
+    make_guessing,
+)
 
 SHORT = ("--max-seq-len", "256", "--no-cache")
 
@@ -85,3 +93,34 @@ def test_layers_that_guess_are_refused_where_there_are_none_or_no_rows_for_them(
     shutil.rmtree(model / "alone")
     assert open_checkpoint(model).spec.gives_hidden
     assert not open_checkpoint(tmp_path / "llama").spec.gives_hidden
+
+
+def test_layers_that_guess_are_found_beside_parts_that_read_images(
+    tmp_path: Path,
+) -> None:
+    """Qwen3.5: the model of texts is a part, and the layer lies beside all parts."""
+    _, settings = FAMILIES["qwen3_5"]
+    make(tmp_path / "model", "qwen3_5")
+    alone = settings["text_config"] | ONE_FULL_LAYER
+    make_model(tmp_path / "alone", "Qwen3_5Text", alone, seed=1)
+    assert not open_checkpoint(tmp_path / "model").spec.gives_hidden
+    stored, block = (
+        load_file(tmp_path / name / WEIGHTS) for name in ("model", "alone")
+    )
+    tensors = {name: tensor.clone() for name, tensor in stored.items()}
+    for name, tensor in block.items():
+        if name.startswith("model.layers.0."):
+            tensors[name.replace("model.", "mtp.", 1)] = tensor.clone()
+    norm = block["model.norm.weight"]
+    for name in (BESIDE.embed_norm, BESIDE.hidden_norm, BESIDE.norm):
+        tensors[f"{name}.weight"] = norm.clone()
+    tensors[f"{BESIDE.join}.weight"] = torch.randn(len(norm), 2 * len(norm))
+    save_file(tensors, tmp_path / "model" / WEIGHTS, {"format": "pt"})
+    assert open_checkpoint(tmp_path / "model").spec.gives_hidden
+    layer = open_checkpoint(tmp_path / "model", mtp=True)
+    assert layer.spec.layers == 1
+    assert layer.spec.reads_hidden
+    joined = layer.weight("guess_join.weight")
+    assert torch.equal(joined, tensors[f"{BESIDE.join}.weight"].T)
+    embedded = stored["model.language_model.embed_tokens.weight"]
+    assert torch.equal(layer.weight("embed.weight"), embedded)

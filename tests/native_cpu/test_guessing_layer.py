@@ -12,35 +12,21 @@ import numpy as np
 import pytest
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime import drafters
 from kvlathe.runtime.drafting.guessing_layer import GuessingLayer
 from kvlathe.runtime.drafting.hidden_rows import MOST, Trail
-from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.support.checkpoints import whole_plan
-from tests.support.device_engines import torch_session
+from tests.support.device_engines import engine_of
 from tests.support.drafts import trying
 from tests.support.guessing_cases import Formula, make_guessing
 from tests.support.nightly import rest_nightly
-from tests.support.runtime_cases import LIMITS
 
 NAMES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+NAMES += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
-
-
-def engine_of(native: Native, folder: Path, guesses: bool = False) -> LLM:
-    """The model, or the layer that guesses for it."""
-    checkpoint = Checkpoint(folder, guesses=guesses)
-    plan = whole_plan(checkpoint.spec, bits=16)
-    size = CacheLayout(plan).bytes_for(4096)
-    session = torch_session(native, checkpoint, plan, LIMITS, size)
-    return LLM(session, plan, LIMITS, Tokenizer(folder), size)
 
 
 class Noting(GuessingLayer):
@@ -82,7 +68,7 @@ def test_a_layer_guesses_what_the_published_formula_says(
     answers = llm.generate(prompts(), params)
     assert [x.token_ids for x in answers] == [x.token_ids for x in plain]
     assert made.failures == 0 < made.drafted
-    formula = Formula(tmp_path)
+    formula = Formula(tmp_path, name)
     right = wrong = 0
     for sequence, tokens, guess in layer.notes:
         if sequence.params.temperature:

@@ -16,13 +16,16 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.drafters import check_speculation
 from kvlathe.runtime.drafting.draft_model import DraftModel
+from kvlathe.runtime.drafting.guessing_layer import GuessingLayer
 from kvlathe.runtime.drafting.lookup import PromptLookup
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.checkpoints import ON_GPUS, UNGATED
+from tests.support.device_engines import engine_of
 from tests.support.drafts import whatever_is_guessed
+from tests.support.guessing_cases import make_guessing
 from tests.support.host_shards import (
     Engine,
     HostShards,
@@ -128,6 +131,22 @@ def test_guesses_change_no_text_on_shards(
         made = llm.engine.speculate(whatever_is_guessed(Speculation(drafter, 4)))
         found = [x.token_ids for x in llm.generate(prompts, asked)]
         assert found == plain and made.accepted > 10
+    llm.thread.stop()
+
+
+def test_a_layer_that_guesses_reads_what_shards_give(
+    native: Native, shards_of: Callable[[int], HostShards], tmp_path: Path
+) -> None:
+    """The layer is in one process, and its model in two."""
+    make_guessing(tmp_path, quiet=True)
+    llm = shards_of(2).llm(Engine(str(tmp_path), "full"))
+    prompts = [[5, 60, 7], list(range(40))]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain = [x.token_ids for x in llm.generate(prompts, params)]
+    drafter = GuessingLayer(engine_of(native, tmp_path, guesses=True).engine)
+    made = llm.engine.speculate(whatever_is_guessed(Speculation(drafter, 4)))
+    assert [x.token_ids for x in llm.generate(prompts, params)] == plain
+    assert made.accepted > 10
     llm.thread.stop()
 
 

@@ -124,6 +124,18 @@ def torch_session(
     return (GuessingSession if guesses else TorchSession)(*given)
 
 
+def engine_of(native: Native, folder: Path, guesses: bool = False) -> LLM:
+    """A checkpoint's model in pages of 16 bits, or the layer that guesses for it."""
+    # transformers takes seconds to import, and processes of shards import this module
+    from tests.support.checkpoints import whole_plan
+
+    checkpoint = Checkpoint(folder, guesses=guesses)
+    plan = whole_plan(checkpoint.spec, bits=16)
+    size = CacheLayout(plan).bytes_for(4096)
+    session = torch_session(native, checkpoint, plan, LIMITS, size)
+    return LLM(session, plan, LIMITS, Tokenizer(folder), size)
+
+
 class HostAttention:
     """torch_cuda's Attention by the library's op for the CPU, which appends, too. A layer
     that reads another's cache writes that one's rows once more."""
