@@ -128,6 +128,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         "mllama_text_model",
         PLAIN | PHI | {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
     ),
+    "MossTranscribeDiarize": ("qwen3", sizes(WIDTH, 4, 2, 32)),
     "Ovis2": ("qwen2", PLAIN),
     "PaddleOCRVL": ("paddleocr_vl_text", sizes(WIDTH, 4, 2, 32) | sections(8, 4, 4)),
     "PPChart2Table": ("qwen2", PLAIN),
