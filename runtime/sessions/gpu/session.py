@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvlathe.runtime.sessions.gpu.device import (
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
 from kvlathe.runtime.sessions.gpu.states import DeviceStates, slots_of
 from kvlathe.runtime.sessions.gpu.step_buffer import (
+    MOST_GRAPH_ROWS,
     Bindings,
     StepArrays,
     StepBuffer,
@@ -132,7 +133,8 @@ class DeviceSession(DevicePages, Session):
         if numbers := sum(plan.model.states):
             self._states = DeviceStates(device, numbers, slots_of(limits))
             self._inputs["states"] = self._states.memory
-        self._logits = self._logits_of(limits.max_batch_size)
+        self._most_rows = limits.max_batch_size
+        self._logits = self._logits_of(self._most_rows)
         self._outputs = self._allocate_outputs()
 
     # -- steps -------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class DeviceSession(DevicePages, Session):
             form = StepForm(rows, batch, rows, self.widths, *more)
             buffer = StepBuffer(self.device, form)
             arrays = self._arrays_of(buffer, form, 1, kind)
-            logits = self.room_for(rows)
+            logits = self._logits if rows <= self._most_rows else self._more_logits
             given = buffer, arrays, logits, partial(self._queue, arrays, logits)
             started = time.perf_counter()
             self._graphs[key] = DecodeGraph.captured(self.device, *given)
@@ -292,6 +294,11 @@ class DeviceSession(DevicePages, Session):
                 tokens * width * HALF.itemsize, "what a step gives"
             ).view(0, (tokens, width), HALF)
         return arrays
+
+    @cached_property
+    def _more_logits(self) -> DeviceArray:
+        """Those of all graphs with more rows than sequences may run at once."""
+        return self._logits_of(MOST_GRAPH_ROWS)
 
     def room_for(self, rows: int) -> DeviceArray:
         """For so many rows of logits."""
