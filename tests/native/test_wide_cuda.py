@@ -43,6 +43,14 @@ def cuda(library: Library) -> Iterator[CudaLibrary]:
     yield CudaLibrary(Native.load(library.path))
 
 
+@pytest.fixture(params=["warps", "teams"])
+def teams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the warps of a block share its tiles where they can."""
+    least = "0" if request.param == "teams" else "1000000"
+    monkeypatch.setenv("KVLATHE_TEAM_COLUMNS", least)
+
+
+@pytest.mark.usefixtures("teams")
 @pytest.mark.parametrize("ranks", RANKS)
 @SLOW
 @given(data=st.data())
@@ -52,6 +60,7 @@ def test_a_step_over_wide_ranks_is_masked_attention(
     check(cuda, data.draw(wide_steps(RANKS[ranks], once=False)))
 
 
+@pytest.mark.usefixtures("teams")
 @SLOW
 @given(data=st.data())
 def test_values_are_read_as_the_beginning_of_their_keys(

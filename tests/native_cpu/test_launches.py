@@ -262,10 +262,12 @@ WIDE: dict[tuple[Bits, int], int] = {
 tokens."""
 
 
+@pytest.mark.parametrize("team", ["0", "1000000"])
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_launches_of_wide_ranks_fit_gpus_with_room_for_their_tiles(
-    host: ctypes.CDLL, gpu: Gpu
+    host: ctypes.CDLL, gpu: Gpu, team: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVLATHE_TEAM_COLUMNS", team)
     for (bits, rank), least in WIDE.items():
         ranks = [[(rank, rank)] * 2]
         problem: Problem | CodesProblem = Problem(ranks, [100], 4)
@@ -273,7 +275,7 @@ def test_launches_of_wide_ranks_fit_gpus_with_room_for_their_tiles(
             problem = CodesProblem(ranks, [[64]], [5], [Tier(bits, bits)], 4)
         for flags in (0, BUNDLES):
             args = problem.args()
-            args.flags = flags
+            args.flags, args.workspace_bytes = flags, 1 << 30
             found = launch(host, gpu, args)
             if found is None:
                 assert gpu.shared_per_block < least * KIB

@@ -84,11 +84,13 @@ def wide_steps(draw: st.DrawFn, ranks: Sequence[tuple[int, int]], once: bool) ->
 
 
 def check(library: AttentionLibrary, case: Case) -> None:
-    """The step with its rows bundled is that with each alone, and both are attention."""
+    """The step with its rows bundled is that with each alone, and both are attention;
+    so they are where the warps of a block are a team."""
     expected = case.expected()[0]
     largest = np.abs(expected).max()
-    for most in (1, MAX_BUNDLE):
+    for most, team in ((1, "1000000"), (MAX_BUNDLE, "1000000"), (MAX_BUNDLE, "0")):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVLATHE_TEAM_COLUMNS", team)
             patch.setattr(bundles, "MOST_BUNDLED", most)
             patch.setattr(bundles.Bundling, "pays", lambda *_: True)
             out = emulated(library, case, patch)

@@ -20,6 +20,11 @@ __device__ inline void meet_threads(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
+// The same, beside those who meet there.
+__device__ inline void meet_apart(int threads) {
+  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+}
+
 __device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 
 // d[16 x 8] += a[16 x 16] b[16 x 8], as mma.m16n8k16 lays them out. Whole warp.

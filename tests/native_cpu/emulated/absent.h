@@ -21,6 +21,7 @@ const void* bundled_kernel_wide(bool) { return nullptr; }
 const void* bundled_kernel_widest(bool) { return nullptr; }
 const void* plain_kernel_256(bool) { return nullptr; }
 const void* plain_kernel_widest(bool) { return nullptr; }
+const void* team_kernel(bool) { return nullptr; }
 
 bool prompt_kernel_here() { return false; }
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }

@@ -6,7 +6,7 @@
 #include "cuda/decode/attend_decode.cu"
 #include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/attend_bytes.cuh"
-#include "cuda/decode/attend_wide.cuh"
+#include "cuda/decode/attend_team.cuh"
 #include "cuda/decode/plan.cu"
 
 #include "host_half.h"
@@ -66,6 +66,7 @@ const void* bundled_kernel_general(bool) { return launcher<BundledGeneral>(); }
 const void* bundled_kernel_float8(bool) { return launcher<BundledFloat8>(); }
 const void* bundled_kernel_wide(bool) { return launcher<BundledWide256>(); }
 const void* bundled_kernel_widest(bool) { return launcher<BundledWidest>(); }
+const void* team_kernel(bool) { return launcher_of<attend_team<HostHalf, BundledTeam>>(); }
 const void* plain_kernel_256(bool) { return launcher_of<attend_wide<HostHalf, BundledPlain256>>(); }
 const void* plain_kernel_widest(bool) {
   return launcher_of<attend_wide<HostHalf, BundledPlainWidest>>();

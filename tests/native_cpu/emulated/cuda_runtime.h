@@ -29,7 +29,7 @@ using cudaStream_t = void *;
 
 // A small GPU: blocks of a call are several, and share pairs.
 enum cudaDeviceAttr {
-  cudaDevAttrComputeCapabilityMajor = 8,
+  cudaDevAttrComputeCapabilityMajor = 9,
   cudaDevAttrMultiProcessorCount = 3,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor = 228 << 10,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 << 10,

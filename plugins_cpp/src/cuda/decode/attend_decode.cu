@@ -33,6 +33,10 @@ struct Device {
   int most_blocks() const { return sms * kBlocksPerSM; }
 };
 
+// Of calls whose blocks are teams (attend_team.cuh).
+int64_t team_bytes(const Device& device) {
+  return device.sms * 2 * int64_t{sizeof(PartialOf<BundledTeam::kColumns, BundledTeam::kRankV>)};
+}
 int64_t workspace_bytes(const Device& device) {
   return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(PartialOf<kMostColumns>)};
 }
@@ -48,14 +52,20 @@ int64_t alone_bytes(const Device& device) {
          int64_t{sizeof(AlonePartial<kNarrowRank / 16, 1>)};
 }
 
-// From how many pairs for four SMs on warps attend alone: KVLATHE_ALONE_PAIRS, where it is a number.
-int64_t alone_pairs() {
-  const char* given = std::getenv("KVLATHE_ALONE_PAIRS");
-  if (!given) return kAlonePairs;
+// An environment variable where it is a number, or `otherwise`.
+int64_t number_of(const char* name, int64_t otherwise) {
+  const char* given = std::getenv(name);
+  if (!given) return otherwise;
   char* end = nullptr;
   const int64_t number = std::strtoll(given, &end, 10);
-  return end == given || *end ? kAlonePairs : number;
+  return end == given || *end ? otherwise : number;
 }
+
+// From how many pairs for four SMs on warps attend alone.
+int64_t alone_pairs() { return number_of("KVLATHE_ALONE_PAIRS", kAlonePairs); }
+// From how many query heads of all rows an SM on blocks are teams.
+int64_t team_columns() { return number_of("KVLATHE_TEAM_COLUMNS", kTeamColumns); }
+bool has_teams(const Device& device) { return device.major == 9 && team_columns() >= 0; }
 
 // KVLATHE_UNPROVEN=1: attend_bytes is taken, whose tests have not run on a GPU.
 bool proves_bytes() {
@@ -96,6 +106,13 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
 struct Launch {
   int grid, warps, shared_bytes;
 };
+
+// One more warp brings the tiles.
+Launch fit_team(BundledTeam& p, const Device& device, int static_bytes) {
+  const int others = kTeamHead + kTeamWarps * p.codes_bytes;
+  p.ring_bytes = (device.shared_per_block - static_bytes - others) / 512 * 512;
+  return {device.sms, kTeamThreads / 32, p.ring_bytes + others};
+}
 
 // The most warps whose rings hold one and a half of the widest tiles each, or one. Quantized tiles
 // take more instructions a byte, so there one tile is enough and warps come first.
@@ -209,7 +226,10 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
       "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   int columns = most_columns(params);
   if (P::kWide) columns = std::min(columns, most_rows(a) * a.group_size);
-  call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes), columns);
+  if constexpr (P::kTeam)
+    call.at = fit_team(call.p, device, int(attributes.sharedSizeBytes));
+  else
+    call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes), columns);
   // The shares of a block's warps differ by less than their number, and each is at least a tile's.
   if constexpr (P::kAlone)
     call.p.least_block_weight =
@@ -249,6 +269,14 @@ Decided<P> decide_bundled(const void* kernel, const kvlathe_attend_decode_args& 
   return decide(kernel, p, a, device, P::kWide ? general_warps<P>() : kBundledWarps);
 }
 
+// Whether blocks of a wide call without codes are teams: where tiles of columns would read the same
+// tokens again, and columns are so many that few blocks share a pair.
+bool is_team(const kvlathe_attend_decode_args& a, int64_t heads, const Device& device) {
+  return has_teams(device) && ((a.flags & KVLATHE_BUNDLES) || a.group_size > kMaxGroup) &&
+         a.batch * heads * a.group_size >= team_columns() * device.sms &&
+         a.workspace_bytes >= team_bytes(device);
+}
+
 // Chooses the kernel and the grid of a wide call, and gives them to `body`. Query heads beyond those of
 // one tile have tiles of their own, as those of a bundle's rows. The widest have no other kernel.
 template <class Body>
@@ -261,7 +289,9 @@ void decided_wide(const kvlathe_attend_decode_args& a, const std::vector<Head>& 
   const bool widest = std::any_of(heads.begin(), heads.end(), above),
              codes = std::any_of(a.parts, a.parts + a.part_count,
                                  [](const kvlathe_part& part) { return any_quantized(part); });
-  if (!codes && widest) {
+  if (!codes && is_team(a, int64_t(heads.size()), device)) {
+    body(decide_bundled<BundledTeam>(team_kernel(half), a, heads, device));
+  } else if (!codes && widest) {
     body(decide_bundled<BundledPlainWidest>(plain_kernel_widest(half), a, heads, device));
   } else if (!codes) {
     body(decide_bundled<BundledPlain256>(plain_kernel_256(half), a, heads, device));
@@ -427,6 +457,10 @@ extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, in
       throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT,
                              "batch or heads is not positive, or bytes is null");
     const auto device = kvlathe::cuda::Device::current();
+    if (kvlathe::cuda::has_teams(device)) {
+      *bytes = std::max(kvlathe::cuda::team_bytes(device), kvlathe::cuda::alone_bytes(device));
+      return;
+    }
     *bytes =
         batch && kvlathe::cuda::many_pairs(batch, heads, device)
             ? std::max(kvlathe::cuda::workspace_bytes(device), kvlathe::cuda::alone_bytes(device))

@@ -21,17 +21,18 @@ __device__ inline uint32_t queries_at(uint32_t queries, int step) {
   return queries + step / 2 * kTwoSteps + step % 2 * 8;
 }
 
-// Keeps the queries of a span. The whole crew.
+// Keeps the queries of columns `first`, first + 1, ... of a span, kMaxGroup at most. The whole crew.
 template <class P, int kParts>
-__device__ void keep_columns(const P& p, const Span<kParts>& span, uint32_t queries, Crew crew) {
+__device__ void keep_columns(const P& p, const Span<kParts>& span, uint32_t queries, int first,
+                             Crew crew) {
   const auto& head = p.head[span.head];
-  const int columns = span.pair.columns(p, span.head);
+  const int columns = span.pair.columns(p, span.head) - first;
 #pragma unroll 1
   for (int i = crew.thread; i < wide_queries_bytes(head.rank_k) / 8; i += crew.threads) {
     const int lane = i % 32, column = lane / 4;
     uint2 x = {0, 0};
     if (column < columns && i / 2 < head.rank_k) {
-      const int at = first_column(p, span.head) + column, row = at / p.group_size;
+      const int at = first_column(p, span.head) + first + column, row = at / p.group_size;
       const auto* q = reinterpret_cast<const uint32_t*>(
           p.q + (span.sequence + row) * p.q_stride + head.q_offset +
           (at - row * p.group_size) * head.rank_k + i / 32 * 16 + lane % 4 * 2);
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(general_warps<P>() * 32, P::kBlocks)
       if (!block.walk.valid) break;
       const auto& span = block.walk.span;
       if (part == 0) {
-        keep_columns(p, span, queries, crew);
+        keep_columns(p, span, queries, 0, crew);
         crew.meet();
       }
       head = span.head;

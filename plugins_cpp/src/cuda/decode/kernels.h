@@ -39,6 +39,7 @@ using BundledWide256 = Bundled<Wide256, kMaxGroup>;
 using BundledWidest = Bundled<Widest, kMaxGroup>;
 using BundledPlain256 = Bundled<Plain256, kMaxGroup>;
 using BundledPlainWidest = Bundled<PlainWidest, kMaxGroup>;
+using BundledTeam = Bundled<TeamParams, kTeamWarps * kMaxGroup>;
 constexpr int kMostColumns = BundledCodes::kColumns;
 const void* bundled_kernel_16(bool half);
 const void* bundled_kernel_codes(bool half, bool wide, int bits);
@@ -48,5 +49,6 @@ const void* bundled_kernel_wide(bool half);
 const void* bundled_kernel_widest(bool half);
 const void* plain_kernel_256(bool half);
 const void* plain_kernel_widest(bool half);
+const void* team_kernel(bool half);
 
 }  // namespace kvlathe::cuda

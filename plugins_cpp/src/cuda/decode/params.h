@@ -144,7 +144,7 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr int kMetaBytes = 0;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   // The widest ranks, and blocks of a multiprocessor.
-  static constexpr bool kWide = false, kPlain = false;
+  static constexpr bool kWide = false, kPlain = false, kTeam = false;
   static constexpr int kRank = kNarrowRank, kRankV = kNarrowRank, kBlocks = kBlocksPerSM;
   const char* pool;
   const uint16_t* q;
@@ -237,6 +237,18 @@ struct PlainParams : ScoredParams {
 // Ranks of both up to 256, and all.
 using Plain256 = PlainParams<256, 256, 2>;
 using PlainWidest = PlainParams<kMaxRank, kMaxRankV, 1>;
+
+// The same of many query heads: the warps of a block attend the same tiles, kMaxGroup query heads each
+// (attend_team.cuh).
+// Warps that attend; and threads, a third warpgroup's among them.
+constexpr int kTeamWarps = 8, kTeamThreads = 384;
+// Bytes in front of a team's ring.
+constexpr int kTeamHead = 512;
+// From how many query heads of all rows an SM on blocks are teams. Below 0: never.
+constexpr int kTeamColumns = -1;
+struct TeamParams : PlainWidest {
+  static constexpr bool kTeam = true;
+};
 
 // The same of a call with bundles (bundles.cuh). Every KV head stands here as many times as there are
 // tiles of kColumns_ columns in the largest bundle, one after the other.

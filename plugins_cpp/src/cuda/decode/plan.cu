@@ -145,13 +145,15 @@ void launch(std::vector<Job>& jobs, cudaStream_t stream) {
 }
 
 void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
-  std::vector<Job> few, named, bundled, bundled_codes, bundled_named;
+  std::vector<Job> few, named, bundled, bundled_codes, bundled_named, teams;
   for (int32_t i = 0; i < count; ++i) {
     require(calls[i].plan && calls[i].batch > 0, KVLATHE_BAD_ARGUMENT,
             "call " + std::to_string(i) + " has no rows, or no memory for its plan");
     const Job job{plan_call_of(calls[i]), static_cast<PlanRecord*>(calls[i].plan)};
     const bool coded = job.call.columns == BundledCodes::kColumns;
-    if (job.call.columns)
+    if (job.call.columns == BundledTeam::kColumns)
+      teams.push_back(job);
+    else if (job.call.columns)
       (job.call.named ? bundled_named : coded ? bundled_codes : bundled).push_back(job);
     else
       (job.call.named ? named : few).push_back(job);
@@ -163,6 +165,7 @@ void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
   launch<KVLATHE_MAX_SLOTS, Bundled16::kColumns>(bundled, stream);
   launch<KVLATHE_MAX_SLOTS, BundledCodes::kColumns>(bundled_codes, stream);
   launch<KVLATHE_MAX_PARTS, BundledGeneral::kColumns>(bundled_named, stream);
+  launch<KVLATHE_MAX_PARTS, BundledTeam::kColumns>(teams, stream);
 }
 
 }  // namespace

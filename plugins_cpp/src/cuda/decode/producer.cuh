@@ -36,7 +36,7 @@ struct Run {
 // Warps that take the tiles of a span in turn.
 template <class P>
 __device__ int warps_of() {
-  return P::kAlone ? 1 : int(blockDim.x / 32);
+  return P::kAlone || P::kTeam ? 1 : int(blockDim.x / 32);
 }
 
 // Which tile of a run is this warp's first. Parts are dealt from both ends in turn. So the few
@@ -147,6 +147,15 @@ static __device__ __noinline__ void copy_rows(uint32_t to, const char* k, const 
 #endif
   }
   __syncwarp();
+}
+
+// Where the tile placed last lies, for warps that attend it without a ring of their own: behind the
+// barriers, by their number.
+constexpr int kPlaces = kSlots * 8;
+__device__ inline void put_place(const Ring& ring, uint32_t at, int room) {
+  if (threadIdx.x % 32) return;
+  store_word(ring.newest_barrier() + kPlaces, at);
+  store_word(ring.newest_barrier() + kPlaces + 4, uint32_t(room));
 }
 
 // What a producer knows of the run in hand. The same in all lanes. FeedState is what changes from tile
@@ -333,7 +342,7 @@ struct Producer : Feed {
         const LaneParams& lane = p.head[walk.span.head].lane[ahead.part];
         const int units = units_of(lane);
         lanes = lanes_of(walk.span.head, ahead.part, lane);
-        ahead.unit = run.first + (P::kAlone ? 0 : turn_of(ahead.part)) * units;
+        ahead.unit = run.first + (P::kAlone || P::kTeam ? 0 : turn_of(ahead.part)) * units;
         ahead.last = run.last;
         ahead.length = run.length;
         step = warps_of<P>() * units;
@@ -532,6 +541,7 @@ struct Producer : Feed {
     if constexpr (kQuantized || P::kPlain) {
       const auto& head = p.head[runs.now_head];
       const LaneParams& lane = head.lane[runs.now_part];
+      if constexpr (P::kTeam) put_place(ring, to, next_room);
       if constexpr (P::kPlain)
         copy_rows(to, k, v, head.rank_k, head.rank_v, units_of(lane) * kRowTokens, rows,
                   lane.v == lane.k, ring.newest_barrier());

@@ -15,6 +15,8 @@ inline void meet_threads(int threads) {
   Fibers::current().meet(unsigned(threads), [] {});
 }
 
+inline void meet_apart(int threads) { meet_threads(threads); }
+
 inline float from_lane_xor(float x, int mask) {
   static float all[1024];
   static float other[1024];
