@@ -20,7 +20,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.library_digest import check_digest
 from kvlathe.base.package import FOLDER
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 LIBRARY = "libkvlathe.so"
 
 

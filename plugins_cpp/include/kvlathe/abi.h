@@ -44,7 +44,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 14
+#define KVLATHE_ABI_VERSION 15
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 32
 #define KVLATHE_MAX_SLOTS 3
