@@ -43,7 +43,9 @@ WEIGHT = 0.1
 (a mean square of 0.1) count as 0.01 nats."""
 TOGETHER = 4
 """Windows of many heads move margins together: their mean square is 2 to 4 times the sum
-of what each does alone (docs/history/auto.md). Roundings and text have no such excess."""
+of what each does alone (docs/history/auto.md). It counts where positions have gaps: what
+was read is too short there to show how far apart tokens are. Elsewhere it lost more of the
+text than it kept of exercises."""
 FEW = 4
 """An exercise with fewer places that depend on the first copy is not taken."""
 
@@ -166,7 +168,7 @@ def exercises(
     for exercise, places in taken:
         answer = [exercise.ids[place] for place in places]
         rows = [place - 1 for place in places]
-        weight = WEIGHT * (TOGETHER if far else 1) / (total * DRAWS)
+        weight = WEIGHT * (TOGETHER if far and gaps else 1) / (total * DRAWS)
         scored = rows, margin_score(answer), DRAWS, weight
         readings.append(Reading(exercise.ids, *scored, far, gaps))
     return readings

@@ -182,7 +182,8 @@ SPECULATIVE = click.option(
     "--speculative",
     metavar="ngram|DRAFT_ENGINE",
     help="Guess tokens and verify several in a step, where that is faster: as they "
-    "followed before, or by a smaller engine. A token stays if the model says it.",
+    "followed before, or by a smaller engine or one of `build --mtp`. A token stays if "
+    "the model says it.",
 )
 NUM_SPECULATIVE_TOKENS = click.option(
     "--num-speculative-tokens",

@@ -9,8 +9,9 @@ from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.scheduling.step import Step
 from kvlathe.runtime.sessions.protocols import HiddenRow
 
-MOST = 128
-"""Places of a sequence that are remembered. A row of an 8B model has 8 KB in 16 bit."""
+MOST = 32
+"""Places of a sequence that are remembered. A row of an 8B model has 8 KB in 16 bit, so 256
+sequences keep 64 MB that no account has."""
 
 
 @dataclass(slots=True)

@@ -107,8 +107,10 @@ def test_exercises_price_the_head_that_looks_far() -> None:
     windows = [Window(64, 128)]
     page, none = 64, lambda *_: []
     far = exercises.exercises(model, text, 1024, 2, seed=0, far=True)
-    weights = sum(x.weight * x.draws * len(x.rows) for x in far)
-    assert weights == pytest.approx(exercises.WEIGHT * exercises.TOGETHER)
+    gone = exercises.exercises(model, text, 1024, 2, seed=0, far=True, gaps=512)
+    for some, more in ((far, 1), (gone, exercises.TOGETHER)):
+        weights = sum(x.weight * x.draws * len(x.rows) for x in some)
+        assert weights == pytest.approx(exercises.WEIGHT * more)
     asked = sensitivity.losses(model, far, none, windows, page).windows[:, 0]
     read = readings.of_text([tuple(text[:1024])], far=True)
     said = sensitivity.losses(model, read, none, windows, page).windows[:, 0]
