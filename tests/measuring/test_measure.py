@@ -224,7 +224,7 @@ def test_exercises_are_kept_by_a_plan_that_keeps_everything_and_lost_by_a_window
     """The trained model knows what it was told long before, and no window does."""
     counts = {}
     for compression in ("hack:bits=8", "window:recent=64"):
-        asked = BuildConfig(LATHE, tmp_path / "engine", compression, max_seq_len=512)
+        asked = BuildConfig(LATHE, tmp_path / "engine", compression, max_seq_len=1024)
         job = prepare(accept(asked))
         plan = plan_for(job.order, job.checkpoint)
         held_out = HeldOut((), None, job.checkpoint.spec.vocab_size)

@@ -159,7 +159,7 @@ def test_a_decode_step_moves_its_integers_and_its_logits(
     forced(llm, texts, [(30, 30, 30), (1, 1, 1)])
     monkeypatch.setattr(CudaPythonDevice, "call", call)
     forced(llm, texts, [(30, 30, 30), (1, 1, 1), (1, 1, 1)])
-    block = 4 * device_session(llm)._graphs[3, False].buffer.form.size
+    block = 4 * device_session(llm)._graph_of(3).buffer.form.size
     assert moved[2:] == [block, 4 * 3 * llm.plan.model.vocab_size] * 2
 
 

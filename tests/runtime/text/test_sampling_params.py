@@ -92,8 +92,9 @@ SHARED = sorted(
     for name in RANGES
     if name in {field.name for field in dataclasses.fields(SamplingParams)}
     and name in CompletionRequest.model_fields
-    # The OpenAI API has ranges of its own for these.
-    and name not in ("temperature", "seed", "logprobs", "top_k", "top_p")
+    # The OpenAI API has ranges of its own for these, and has no log-probabilities of prompts.
+    and name
+    not in ("temperature", "seed", "logprobs", "top_k", "top_p", "prompt_logprobs")
 )
 
 
