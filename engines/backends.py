@@ -56,7 +56,8 @@ class BackendInfo:
     ONNX graph; otherwise from the weights and decoder.json. ``hosted``: whether a host
     runs the checkpoint as it is, and the engine is plan and bases. ``sizes``: of its
     steps, by default. ``weights``: what its weights may be beside its dtypes.
-    ``adapters``: whether it takes LoRA adapters while it runs.
+    ``adapters``: whether it takes LoRA adapters while it runs. ``hidden_states``: whether
+    rows may read what a model's head reads, as layers do that guess tokens.
     ``no_ranking``, ``no_windows``: why not.
     """
 
@@ -68,6 +69,7 @@ class BackendInfo:
     graph: bool = True
     hosted: bool = False
     adapters: bool = False
+    hidden_states: bool = False
     no_ranking: str = "its kernels do not report what attends them"
     no_windows: str = "no GPU has tested them there"
     sizes: StepSizes = ON_A_CPU
@@ -81,6 +83,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ranks_tokens=True,
         windows=True,
         adapters=True,
+        hidden_states=True,
         weights=MAT_MUL_N_BITS,
     ),
     "tensorrt_rtx": BackendInfo(
@@ -100,6 +103,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         windows=True,
         graph=False,
         adapters=True,
+        hidden_states=True,
         weights=OF_TORCH,
         sizes=ON_A_GPU,
     ),

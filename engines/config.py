@@ -262,7 +262,7 @@ def _check_mtp(config: BuildConfig) -> None:
     """A layer that guesses is no model of texts: nothing can be measured on it."""
     if not config.mtp:
         return
-    able = [name for name, info in BACKENDS.items() if info.adapters]
+    able = [name for name, info in BACKENDS.items() if info.hidden_states]
     if config.backend not in able:
         raise _refused(
             "--mtp",
