@@ -39,8 +39,8 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.manifest import Manifest
 
 LIMIT_BYTES = 32 << 30
-"""The cache keeps no more than this: the least recently used engines leave when a new
-one arrives."""
+"""The cache keeps no more engines than this, and no more than half of what the disk has
+for them (``room``): the least recently used leave when a new one arrives."""
 
 COPY_BYTES = 4 << 30
 """The largest engine that is copied byte by byte."""
@@ -148,7 +148,7 @@ def adopt(key: str) -> Manifest | None:
     (kept / MARKER).touch()
     manifest = find(key)
     if manifest is not None:
-        prune(max_bytes=max(LIMIT_BYTES, manifest.size))
+        prune(max_bytes=max(room(), manifest.size))
     return manifest
 
 
@@ -186,10 +186,19 @@ def keep(key: str, folder: Path) -> None:
     cannot be written only warns."""
     kept = engine_path(key)
     manifest = manifests.read(folder)
-    if kept.exists() or manifest.size > LIMIT_BYTES:
+    if kept.exists():
         return
     try:
         _make_marked(kept.parent)
+        most = room()
+        if manifest.size > most:
+            raise KvlatheError(
+                f"the engine has {human_bytes(manifest.size)}",
+                f"the cache keeps at most {human_bytes(most)} here: "
+                f"{human_bytes(LIMIT_BYTES)}, or half of what the disk has for it",
+                "put KVLATHE_CACHE on a larger disk",
+            )
+        prune(max_bytes=most - manifest.size)
         with appearing(kept) as work:
             (work / MARKER).touch()
             probe = manifests.MANIFEST_FILE
@@ -202,9 +211,15 @@ def keep(key: str, folder: Path) -> None:
                 )
             for name in (*manifest.files, manifests.MANIFEST_FILE):
                 _copy(folder / name, work / name)
-        prune(max_bytes=LIMIT_BYTES)
     except (OSError, KvlatheError) as error:
         log.warning("this build is not cached: %s", error)
+
+
+def room() -> int:
+    """Bytes that kept engines may take: half of theirs and the disk's free ones
+    together, at most LIMIT_BYTES. A disk that is nearly full is not filled by them."""
+    theirs = sum(entry.size for entry in entries())
+    return min(LIMIT_BYTES, (theirs + shutil.disk_usage(root()).free) // 2)
 
 
 def checkpoint_of(file: Path, write: Callable[[Path], None]) -> Path:

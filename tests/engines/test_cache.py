@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,24 @@ def test_the_limit_holds_and_what_is_beyond_it_is_not_kept(
     cache.keep(KEYS["b"], engine(tmp_path / "b", bytes(10_000)))
     cache.keep(KEYS["c"], engine(tmp_path / "c", bytes(20_000)))
     assert [entry.key for entry in cache.entries()] == [KEYS["b"]]
+
+
+def test_kept_engines_take_half_of_what_a_disk_has_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = SimpleNamespace(free=70_000)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: disk)
+    for age, name in enumerate("abc"):
+        cache.keep(KEYS[name], engine(tmp_path / name, bytes(10_000)))
+        os.utime(cache.root() / "engines" / KEYS[name], times=(age, age))
+        disk.free -= 10_000
+    assert len(cache.entries()) == 3
+    disk.free = 0
+    cache.keep(K, engine(tmp_path / "d", bytes(10_000)))
+    assert [entry.key for entry in cache.entries()] == [K]
+    cache.keep(KEYS["a"], engine(tmp_path / "large", bytes(20_000)))
+    assert [entry.key for entry in cache.entries()] == [K]
+    assert "not cached" in caplog.text and "half of what the disk" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(
