@@ -131,7 +131,7 @@ def spread_over(layer_windows: Sequence[int]) -> bool:
 
 EXACT = SideFormat(8, "token").stored
 """Codes that err by nothing beside a cut."""
-PRICED = 9
+PRICED = 10
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 

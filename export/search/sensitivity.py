@@ -320,9 +320,9 @@ def losses(
             ]
             layers = observe(model, reading, draw, lambda x: advance(x * FORWARD))
             for observed in layers:
-                first = model.spec.shape.lanes_before(observed.layer)
+                before = model.spec.shape.lanes_before(observed.layer)
                 for head, lane in enumerate(observed.lanes):
-                    i = first + head
+                    i = before + head
                     with torch.inference_mode():
                         queries = Queries.drawn(lane.pull, draw)
                         attention = observed.attention[head]

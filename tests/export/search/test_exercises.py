@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.layered import LayeredModel
 from kvlathe.export.search import exercises, readings, sensitivity
+from kvlathe.plan.formats import Format
 from kvlathe.plan.lives import Window
 from kvlathe.tasks import tasks
 
@@ -119,11 +121,22 @@ def test_exercises_price_the_head_that_looks_far() -> None:
     assert asked[order[-1]] > 5 * exercises.WEIGHT * said.max()
 
 
+def test_first_tokens_stay_as_they_are_in_every_layer() -> None:
+    """2 bits cost nothing where all tokens are first ones, whichever the layer."""
+    model, text = lathe()
+    read = readings.of_text([tuple(text[:256])])
+    size = model.spec.shape.head_dim
+    whole = sensitivity.Candidate(
+        torch.eye(size), torch.eye(size), torch.zeros(size), (Format(2, "rank", 64),)
+    )
+    found = sensitivity.losses(model, read, lambda *_: [whole], [], 64, first=256)
+    coded, kept = found.forms[..., 0]  # [2 lanes]
+    assert coded.min() > 0 and (kept < 1e-6 * coded).all()
+
+
 def test_draws_of_queries_have_no_bias() -> None:
     """The sum over drawn queries is the sum over all of them, on average; few are
     drawn."""
-    import torch
-
     pull = torch.randn(2, 1, 500, 4) * torch.rand(500)[:, None] ** 4
     worth = pull.square().sum((0, 1, 3)) + 0.01
     draw = torch.Generator().manual_seed(0)
