@@ -4,9 +4,9 @@ python -m benchmarks.serve_attacks --engine out/engine [--seconds 10]
 
 A server process of its own, with 256 files, is attacked in one way after the other, by a
 process with eight threads and a key. Meanwhile a client with another key asks for four
-tokens, again and again, each time on a new connection. Prints a table, and fails where a
-request gets 500 or no answer, where the log has a traceback, or where SIGTERM does not
-end the server with 0.
+tokens, again and again, each time on a new connection, for a text and in a chat by
+turns. Prints a table, and fails where a request gets 500 or no answer, where the log
+has a traceback, or where SIGTERM does not end the server with 0.
 """
 
 from __future__ import annotations
@@ -217,10 +217,12 @@ def attack(name: str, port: int, until: float, counts: Any) -> None:  # noqa: AN
 
 def plain_requests(port: int, until: float) -> Iterator[float]:
     """Seconds that each took; infinite for one that got no answer."""
+    bodies = itertools.cycle([("completions", PLAIN), ("chat/completions", CHAT)])
     while time.monotonic() < until:
         began = time.monotonic()
+        path, body = next(bodies)
         try:
-            ok = post(port, "/v1/completions", json.dumps(PLAIN), key=KEYS[0]) == 200
+            ok = post(port, f"/v1/{path}", json.dumps(body), key=KEYS[0]) == 200
         except OSError:
             ok = False
         yield time.monotonic() - began if ok else float("inf")

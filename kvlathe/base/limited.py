@@ -7,6 +7,7 @@ it takes too long or too much. One that its parent has lost ends itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -30,9 +31,17 @@ class LimitError(ValueError):
     """The words of what the function raised, or of the limit that it passed."""
 
 
+PATIENCE_SECONDS = 0.05
+"""A call waits so long for a child that another call has, and then gets its own."""
+MOST_IDLE = 2
+"""Children that are kept for later calls."""
+Child = subprocess.Popen[bytes]
+
+
 class Limited:
     """``function`` of ``module``, called in a child of its own: it takes and returns
-    what JSON can hold, in at most ``seconds``. Threads take turns.
+    what JSON can hold, in at most ``seconds``. Calls of several threads share children
+    where they are short; one that takes long holds up no other.
 
     >>> Limited("math", "sqrt", seconds=10)(9.0)
     3.0
@@ -41,23 +50,20 @@ class Limited:
     def __init__(self, module: str, function: str, seconds: float) -> None:
         self.seconds = seconds
         self._target = module, function
-        self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._free = threading.Condition()
+        self._idle: list[Child] = []
+        self._children = 0  # with those that compute
+        weakref.finalize(self, _end_all, self._idle)
 
     def __call__(self, *arguments: object) -> object:
         """Raises LimitError for whatever the function raises, and beyond the limits."""
         asked = json.dumps(arguments).encode() + b"\n"
-        with self._lock:
-            child = self._started()
-            assert child.stdin is not None and child.stdout is not None
-            try:
-                child.stdin.write(asked)
-                child.stdin.flush()
-                line = self._line(child.stdout.fileno())
-            except BrokenPipeError:
-                line = b""
-            if not line.endswith(b"\n"):
-                self._end()
+        child = self._taken()
+        line = b""
+        try:
+            line = self._asked(child, asked)
+        finally:
+            self._give_back(child, line.endswith(b"\n"))
         if not line:
             raise LimitError("it ended its process: it takes too much memory or time")
         if not line.endswith(b"\n"):
@@ -68,9 +74,51 @@ class Limited:
         return answer["answer"]
 
     def close(self) -> None:
-        """End the child."""
-        with self._lock:
-            self._end()
+        """End the children that wait for calls."""
+        with self._free:
+            self._children -= len(self._idle)
+            _end_all(self._idle)
+
+    def _taken(self) -> Child:
+        """A child that waits, or a new one."""
+        with self._free:
+            self._free.wait_for(
+                lambda: self._idle or not self._children, PATIENCE_SECONDS
+            )
+            while self._idle:
+                child = self._idle.pop()
+                if child.poll() is None:
+                    return child
+                self._children -= 1
+                _end(child)
+            self._children += 1
+        try:
+            return self._started()
+        except BaseException:
+            with self._free:
+                self._children -= 1
+            raise
+
+    def _give_back(self, child: Child, sound: bool) -> None:
+        with self._free:
+            kept = sound and len(self._idle) < MOST_IDLE
+            if kept:
+                self._idle.append(child)
+            else:
+                self._children -= 1
+            self._free.notify()
+        if not kept:
+            _end(child)
+
+    def _asked(self, child: Child, asked: bytes) -> bytes:
+        """A child's answer, as ``_line`` has it."""
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(asked)
+            child.stdin.flush()
+            return self._line(child.stdout.fileno())
+        except BrokenPipeError:
+            return b""
 
     def _line(self, file: int) -> bytes:
         """The child's answer; without its end where it takes too long, empty where the
@@ -90,40 +138,31 @@ class Limited:
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self._end()
-            path = os.pathsep.join(
-                filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
-            )
-            self._child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    __name__,
-                    *self._target,
-                    f"{self.seconds}",
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-            weakref.finalize(self, _killed, self._child)
-        return self._child
-
-    def _end(self) -> None:
-        if self._child is not None:
-            _killed(self._child)
-            self._child = None
+    def _started(self) -> Child:
+        path = os.pathsep.join(
+            filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
+        )
+        words = [sys.executable, "-P", "-m", __name__, *self._target, f"{self.seconds}"]
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
 
 
-def _killed(child: subprocess.Popen[bytes]) -> None:
+def _end(child: Child) -> None:
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what it did not read
+                pipe.close()
     child.wait()
+
+
+def _end_all(children: list[Child]) -> None:
+    while children:
+        _end(children.pop())
 
 
 def answer_lines(module: str, function: str, seconds: float) -> None:

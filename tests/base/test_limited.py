@@ -15,7 +15,7 @@ import pytest
 
 from kvlathe.base.chat_template import environment, read_template, sandbox
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.limited import Limited, LimitError
+from kvlathe.base.limited import MOST_IDLE, Limited, LimitError
 from tests.support.nightly import rest_nightly
 
 BOMBS = {
@@ -75,18 +75,37 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_child_that_was_killed_is_replaced() -> None:
     root = Limited("math", "sqrt", seconds=10)
     assert root(9.0) == 3
-    assert root._child is not None
-    root._child.kill()
-    root._child.wait()
+    (child,) = root._idle
+    child.kill()
+    child.wait()
     assert root(16.0) == 4
     with pytest.raises(LimitError, match=r"domain|nonnegative"):
         root(-1.0)
 
 
+def test_calls_that_take_long_hold_up_no_other() -> None:
+    """Short ones of many threads share a few children; long ones have their own, which
+    end once nobody needs them."""
+    sleep = Limited("time", "sleep", seconds=20)
+    sleep(0.0)
+    slow = [threading.Thread(target=sleep, args=(3.0,)) for _ in range(4)]
+    for thread in slow:
+        thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    sleep(0.0)
+    assert time.monotonic() - began < 2
+    for thread in slow:
+        thread.join()
+    assert len(sleep._idle) == sleep._children == MOST_IDLE
+    sleep.close()
+    assert sleep._children == 0
+
+
 def test_a_child_ends_with_its_parent() -> None:
     program = (
         "from kvlathe.base.limited import Limited; root = Limited('math', 'sqrt', 10.0);"
-        "print(root(4.0), root._child.pid, flush=True); import os; os._exit(0)"
+        "print(root(4.0), root._idle[0].pid, flush=True); import os; os._exit(0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
