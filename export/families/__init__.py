@@ -26,6 +26,7 @@ from kvlathe.export.families.falcon import falcon
 from kvlathe.export.families.falcon_h1 import falcon_h1
 from kvlathe.export.families.family import Experts, Family, Latent
 from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
+from kvlathe.export.families.gemma3n import gemma3n
 from kvlathe.export.families.gemma4 import gemma4, gemma4_unified
 from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
 from kvlathe.export.families.gpt2 import gpt2
@@ -139,6 +140,7 @@ FAMILIES = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
     "glm": glm,

@@ -251,6 +251,16 @@ class Family:
     """Dims of what each layer is given of a token beside its hidden state. Roles:
     ``inputs_embed inputs_project inputs_norm`` around the layers, ``inputs_gate
     inputs_out inputs_out_norm`` in each."""
+    input_rows: int = 0
+    """Rows of ``inputs_embed``, where they are fewer than words: others have the first
+    row. 0: as many."""
+    streams: int = 0
+    """Hidden states of a token side by side (kvlathe/layers/streams.py). Roles:
+    ``stream_in_1 stream_out_1`` and so on around the layers, ``stream_norm stream_router
+    stream_predict stream_correct stream_scale`` in each. 0: one, without them."""
+    laurel: int = 0
+    """Dims between two maps beside attention (LAuReL, arXiv 2411.07501). Roles:
+    ``laurel_left laurel_right laurel_norm``."""
     mixer: Mixer | None = None
     """The mixer of some layers, in place of attention or beside it."""
     mixes: tuple[int, ...] = ()

@@ -18,7 +18,11 @@ from kvlathe.export.families.windows import sliding_layers
 from kvlathe.plan.heads import HeadShape
 
 if TYPE_CHECKING:
-    from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
+    from transformers import (
+        Gemma3nTextConfig,
+        Gemma4TextConfig,
+        Gemma4UnifiedTextConfig,
+    )
 
 LAYER = "model.layers.{i}."
 INPUTS = {
@@ -59,7 +63,7 @@ def gemma4(config: Gemma4TextConfig) -> Family:
         dense_names=names,
         layer_inputs=config.hidden_size_per_layer_input,
         experts=_experts(config) if config.enable_moe_block else None,
-        factors={**family.factors, **_factors(config)},
+        factors={**family.factors, **halved_inputs(config)},
         settings=(*family.settings, "num_experts"),
     )
 
@@ -75,13 +79,13 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         )
     layers = range(config.num_hidden_layers)
     own = [config.per_layer_config[layer] for layer in layers]
-    sources = _sources(config)
+    sources = sources_of(config)
     heads: list[HeadShape] = []
     for one, kind in zip(own, config.layer_types or (), strict=True):
         turned = _turned(config, one.head_dim) if kind == FULL and not sources else 0
         heads.append(HeadShape(one.num_key_value_heads, one.head_dim, turned))
     names = NAMES | FOUR_NORMS | QK_NORMS | {"scalar": f"{LAYER}layer_scalar"}
-    wide = _readers(sources) if config.use_double_wide_mlp else ()
+    wide = readers(sources) if config.use_double_wide_mlp else ()
     return Family(
         names=names,
         norm="rms",
@@ -104,7 +108,7 @@ def gemma4_unified(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> Family
         value_norm=True,
         factors={"embed": config.hidden_size**0.5},
         logit_softcap=config.final_logit_softcapping or 0.0,
-        beside=_unread(sources),
+        beside=unread(sources),
         settings=("final_logit_softcapping",),
     )
 
@@ -125,7 +129,9 @@ def _turned(config: Gemma4TextConfig | Gemma4UnifiedTextConfig, head_dim: int) -
     return turned if turned < head_dim else 0
 
 
-def _sources(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> tuple[int, ...]:
+def sources_of(
+    config: Gemma3nTextConfig | Gemma4TextConfig | Gemma4UnifiedTextConfig,
+) -> tuple[int, ...]:
     """The layer whose cache each layer reads: of the last ones, the last of their kind
     that has one. Empty where every layer has."""
     if not config.num_kv_shared_layers:
@@ -142,7 +148,7 @@ def _sources(config: Gemma4TextConfig | Gemma4UnifiedTextConfig) -> tuple[int, .
     return (*range(first), *(last[kind] for kind in kinds[first:]))
 
 
-def _readers(sources: tuple[int, ...]) -> tuple[int, ...]:
+def readers(sources: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(layer for layer, source in enumerate(sources) if source != layer)
 
 
@@ -153,16 +159,16 @@ def _lacks(
     if config.attention_k_eq_v:
         kinds = enumerate(config.layer_types or ())
         lacked = {layer: ("v",) for layer, kind in kinds if kind == FULL}
-    return lacked | dict.fromkeys(_readers(sources), OF_CACHE)
+    return lacked | dict.fromkeys(readers(sources), OF_CACHE)
 
 
-def _unread(sources: tuple[int, ...]) -> tuple[str, ...]:
+def unread(sources: tuple[int, ...]) -> tuple[str, ...]:
     """Stored tensors that no layer reads, as their names begin."""
     inside = ("", "language_model.")
     return tuple(
         f"{part}layers.{layer}.self_attn.{name}"
         for part in inside
-        for layer in _readers(sources)
+        for layer in readers(sources)
         for name in STORED
     )
 
@@ -192,7 +198,9 @@ def _experts(config: Gemma4TextConfig) -> Experts:
     )
 
 
-def _factors(config: Gemma4TextConfig) -> Mapping[str, float]:
+def halved_inputs(
+    config: Gemma3nTextConfig | Gemma4TextConfig,
+) -> Mapping[str, float]:
     """Tokens' own inputs of layers and those of their hidden states count half each, in
     squares: 1/sqrt(2) is in either."""
     half = 0.5**0.5

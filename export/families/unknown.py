@@ -25,10 +25,6 @@ NUMBER_DECAYS = (
     "each number of its states decays at a rate of its own (Mamba-1), and a state here "
     "has one rate for each head"
 )
-STREAMS = (
-    "its layers carry several hidden states of a token side by side (AltUp), and a layer "
-    "here has one"
-)
 TWO_INPUTS = (
     "its attention reads embeddings beside hidden states, by weights that layers share"
 )
@@ -43,7 +39,6 @@ BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), NO_CACHE),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), DIM_DECAYS),
     **dict.fromkeys(("jamba", "zamba"), NUMBER_DECAYS),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), STREAMS),
     "bitnet": INNER_NORMS,
     "dbrx": CLIPPED,
     "diffllama": DIFFERENCE,

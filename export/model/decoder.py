@@ -27,9 +27,11 @@ from kvlathe.export.model.blocks import (
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.sliced_head import LOGITS_AT_ONCE
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.layers.beside import Beside, layer_inputs
+from kvlathe.export.model.tensors import stream_maps
+from kvlathe.layers.beside import Beside, in_table, layer_inputs
 from kvlathe.layers.decoder import joined, logits
 from kvlathe.layers.mixers import Spans
+from kvlathe.layers.streams import narrowed, widened
 from kvlathe.layers.temperature import query_factors
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
@@ -76,6 +78,7 @@ class Decoder(nn.Module):
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
         self._add_inputs(spec, dtype)
+        self._add_streams(spec, dtype)
         self._add_join(spec, dtype)
         self.gives_hidden = False
         self.rope = Rotator(spec.planes) if spec.ropes else None
@@ -107,9 +110,20 @@ class Decoder(nn.Module):
         if not of_layer or not self.first:
             return
         every = spec.layers * of_layer
-        self.inputs_embed = Table(spec.vocab_size, every, dtype)
+        words = spec.family.input_rows or spec.vocab_size
+        self.inputs_embed = Table(words, every, dtype)
         self.inputs_project = Linear(spec.hidden_size, every, False, dtype)
         self.inputs_norm = Norm("rms", of_layer, spec.family.norm_eps, dtype)
+
+    def _add_streams(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """Add maps that make several hidden states of one, and one of them."""
+        hidden = spec.hidden_size
+        self.to_streams: list[Linear] = []
+        self.of_streams: list[Linear] = []
+        for way, maps in (("in", self.to_streams), ("out", self.of_streams)):
+            for role in stream_maps(spec, way):
+                maps.append(Linear(hidden, hidden, False, dtype))
+                self.add_module(role, maps[-1])
 
     def _add_join(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         """Add what a layer that guesses tokens reads with."""
@@ -152,7 +166,7 @@ class Decoder(nn.Module):
         if not self.last:
             return x, *more
         assert self.norm is not None
-        hidden = self.norm(x)
+        hidden = self.norm(self._as_one(x))
         return self._logits(hidden), *more, *([hidden] if self.gives_hidden else [])
 
     def _passed(
@@ -211,11 +225,17 @@ class Decoder(nn.Module):
         """[T, D]: embeddings, in a layer that guesses joined with ``hidden`` [T, D]; past
         the first stage ``source`` itself."""
         x = self.embed(source) if self.first and self.embed is not None else source
+        if self.first and self.to_streams:
+            return widened(x, self.to_streams)
         if hidden is None or self.guess_join is None:
             return x
         assert self.guess_embed_norm is not None and self.guess_hidden_norm is not None
         norms = self.guess_embed_norm, self.guess_hidden_norm
         return joined(x, hidden, *norms, self.guess_join)
+
+    def _as_one(self, x: Tensor) -> Tensor:
+        """[R, D] of what leaves the last layer."""
+        return narrowed(x, self.of_streams) if self.of_streams else x
 
     def _states(
         self,
@@ -239,9 +259,10 @@ class Decoder(nn.Module):
         if self.inputs_embed is None:
             return None
         assert self.inputs_project is not None and self.inputs_norm is not None
+        ids = in_table(input_ids, len(self.inputs_embed.weight), self.spec.vocab_size)
         return layer_inputs(
-            self.inputs_embed(input_ids),
-            self.inputs_project(x),
+            self.inputs_embed(ids),
+            self.inputs_project(x[:, : self.spec.hidden_size]),
             self.inputs_norm,
             self.spec.layers,
         )
@@ -299,7 +320,7 @@ class Decoder(nn.Module):
             logit_rows,
             places=places,
         )[0]
-        return self.norm(x)
+        return self.norm(self._as_one(x))
 
     @property
     def device(self) -> torch.device:

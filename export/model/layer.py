@@ -34,6 +34,7 @@ from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import keys_of_values, latent_rows, turned_queries
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.rows import Rows
+from kvlathe.layers.streams import Streams, with_given
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import WeightFormat
 
@@ -101,6 +102,13 @@ def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
     return tuple(places)
 
 
+BESIDE_NORMS = (
+    *("dense_norm", "experts_norm", "inputs_out_norm"),
+    *("laurel_norm", "stream_norm"),
+)
+"""Roles of norms that few families have."""
+
+
 class Turning(Protocol):
     """The part of a step that a layer reads: cos and sin [T, planes] of its rotation;
     None without RoPE. ``states`` [B, numbers of all layers], and where the tokens of
@@ -155,6 +163,8 @@ class DecoderLayer(nn.Module):
     dense_norm: Norm | None
     experts_norm: Norm | None
     inputs_out_norm: Norm | None
+    laurel_norm: Norm | None
+    stream_norm: Norm | None
 
     def __init__(
         self,
@@ -302,7 +312,7 @@ class DecoderLayer(nn.Module):
         family, hidden, eps = spec.family, spec.hidden_size, spec.family.norm_eps
         roles = family.roles(layer).keys()
         self.norm_eps = eps
-        for role in ("dense_norm", "experts_norm", "inputs_out_norm"):
+        for role in BESIDE_NORMS:
             norm = Norm(family.norm, hidden, eps, dtype) if role in roles else None
             setattr(self, role, norm)
         self.inputs_gate = self.inputs_out = self.scalar = None
@@ -312,6 +322,24 @@ class DecoderLayer(nn.Module):
             self.inputs_out = Linear(dims, hidden, False, dtype)
         if "scalar" in roles:
             self.scalar = fixed(torch.empty(1, dtype=dtype))
+        self.laurel_left = self.laurel_right = None
+        if "laurel_left" in roles:
+            self.laurel_left = Linear(hidden, family.laurel, False, dtype)
+            self.laurel_right = Linear(family.laurel, hidden, False, dtype)
+        self.streams = self.stream_scale = None
+        if family.streams:
+            self._add_streams(family.streams, hidden, dtype)
+        if "stream_scale" in roles:
+            self.stream_scale = fixed(torch.empty(hidden, dtype=dtype))
+
+    def _add_streams(self, count: int, hidden: int, dtype: torch.dtype) -> None:
+        """Add what predicts and corrects several hidden states of a token."""
+        self.stream_router = Linear(hidden, count, False, dtype)
+        self.stream_predict = Linear(count, count**2, False, dtype)
+        self.stream_correct = Linear(count, count, False, dtype)
+        assert self.stream_norm is not None
+        maps = self.stream_router, self.stream_predict, self.stream_correct
+        self.streams = Streams(count, self.stream_norm, *maps)
 
     def forward(
         self,
@@ -322,7 +350,8 @@ class DecoderLayer(nn.Module):
         query_factors: Tensor | None = None,
         beside: Beside | None = None,
     ) -> tuple[Tensor, ...]:
-        """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
+        """x [T, D], or [T, N * D] of N streams -> (next x, all that ``attend`` hands on
+        beside o). With
         ``query_factors`` [T, 1], queries times theirs. With
         ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
         then has as well, no others are attended, either. ``beside``: what layers before
@@ -359,12 +388,19 @@ class DecoderLayer(nn.Module):
             step = step.still()
         mixing = None if self.mixer is None else mix
         attention = None if self.attend is None else attend
-        own = self._own_parts(beside, wanted)
+        predicted = None
+        if self.streams is not None:
+            predicted = self.streams.predicted(x)
+            x = predicted[:, 0]
+        own = self._own_parts(beside, wanted, predicted)
         given = wanted, query_factors, angles, mixing, own
         return run_layer(self, x, attention, *given), *handed_on, *states
 
-    def _own_parts(self, beside: Beside, wanted: Tensor | None) -> OwnParts:
-        experts, end = None, None
+    def _own_parts(
+        self, beside: Beside, wanted: Tensor | None, predicted: Tensor | None
+    ) -> OwnParts:
+        """``predicted`` [T, N, D]: streams, where there are some."""
+        experts, end, inputs = None, None, None
         if self.dense_norm is not None:
             experts = self._beside_mlp
         if self.scalar is not None or self.inputs_gate is not None:
@@ -372,7 +408,12 @@ class DecoderLayer(nn.Module):
             if inputs is not None and wanted is not None:
                 inputs = inputs.index_select(0, wanted)
             end = partial(self._end, inputs)
-        return OwnParts(self.v_map, self.dense_norm, experts, end)
+        if predicted is not None:
+            if wanted is not None:
+                predicted = predicted.index_select(0, wanted)
+            end = partial(self._end_of_streams, inputs, predicted)
+        laurel = None if self.laurel_left is None else self._laurel
+        return OwnParts(self.v_map, self.dense_norm, experts, laurel, end)
 
     def _with_turned(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
@@ -389,11 +430,33 @@ class DecoderLayer(nn.Module):
 
     def _end(self, inputs: Tensor | None, x: Tensor) -> Tensor:
         """x [T, D] with the layer's own ``inputs`` [T, P] of the tokens, scaled."""
-        if self.inputs_gate is not None and inputs is not None:
-            assert self.inputs_out is not None and self.inputs_out_norm is not None
-            gated = self.rows.gated(self.activation, self.inputs_gate(x), inputs)
-            x = x + self.inputs_out_norm(self.inputs_out(gated))
+        if inputs is not None:
+            x = x + self._given(inputs, x)
         return x if self.scalar is None else x * self.scalar
+
+    def _given(self, inputs: Tensor, x: Tensor) -> Tensor:
+        """Read the layer's own inputs by gates of x [T, D]."""
+        assert self.inputs_gate is not None
+        assert self.inputs_out is not None and self.inputs_out_norm is not None
+        gated = self.rows.gated(self.activation, self.inputs_gate(x), inputs)
+        return self.inputs_out_norm(self.inputs_out(gated))
+
+    def _end_of_streams(
+        self, inputs: Tensor | None, predicted: Tensor, x: Tensor
+    ) -> Tensor:
+        """predicted [T, N, D] and what the layer gives, x [T, D] -> [T, N * D]."""
+        assert self.streams is not None and inputs is not None
+        streams = self.streams.corrected(predicted, x)
+        first = streams[:, 0]
+        if self.stream_scale is not None:
+            first = first * self.stream_scale
+        return with_given(streams, self._given(inputs, first))
+
+    def _laurel(self, x: Tensor) -> Tensor:
+        """x [T, D], the layer's normed input."""
+        assert self.laurel_left is not None and self.laurel_right is not None
+        assert self.laurel_norm is not None
+        return x + self.laurel_norm(self.laurel_right(self.laurel_left(x)))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.k is None:

@@ -3,9 +3,12 @@ v as a cache would see them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlathe.export.model.blocks import ROWS, Rotator
@@ -14,9 +17,10 @@ from kvlathe.export.model.device import CPU
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.export.model.tensors import rope_state
-from kvlathe.layers.beside import Beside, layer_inputs
+from kvlathe.export.model.tensors import rope_state, stream_maps
+from kvlathe.layers.beside import Beside, in_table, layer_inputs
 from kvlathe.layers.mixers import Spans
+from kvlathe.layers.streams import RowMap, narrowed, widened
 from kvlathe.layers.temperature import query_factors
 
 
@@ -198,23 +202,38 @@ def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
 
 
 def embed(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor) -> Tensor:
-    """[T, D] float32: what the first layer reads."""
+    """[T, D] float32, of N streams [T, N * D]: what the first layer reads."""
     x = checkpoint.rows("embed.weight", input_ids)
+    if maps := stream_products(checkpoint, "in"):
+        return widened(x, maps)
     if not checkpoint.spec.has_positions:
         return x
     return x + checkpoint.rows("positions.weight", positions)
 
 
+def stream_products(checkpoint: Checkpoint, way: str) -> list[RowMap]:
+    """Maps [T, D] -> [T, D] to further streams ("in") or from them ("out")."""
+    roles = stream_maps(checkpoint.spec, way)
+    weights = [checkpoint.weight(f"{role}.weight") for role in roles]
+    return [partial(F.linear, weight=weight.T) for weight in weights]
+
+
+def as_one(x: Tensor, maps: Sequence[RowMap]) -> Tensor:
+    """x [R, D] of what leaves the last layer, where ``maps`` are of streams."""
+    return narrowed(x, maps) if maps else x
+
+
 def beside(checkpoint: Checkpoint, input_ids: Tensor, embedded: Tensor) -> Beside:
     """Compute what layers are given beside ``embedded`` [T, D], which the first reads."""
-    family = checkpoint.spec.family
+    spec, family = checkpoint.spec, checkpoint.spec.family
     if not family.layer_inputs:
         return Beside()
+    ids = in_table(input_ids, family.input_rows or spec.vocab_size, spec.vocab_size)
     norm = checkpoint.weight("inputs_norm.weight")
     inputs = layer_inputs(
-        checkpoint.rows("inputs_embed.weight", input_ids),
-        embedded @ checkpoint.weight("inputs_project.weight"),
+        checkpoint.rows("inputs_embed.weight", ids),
+        embedded[:, : spec.hidden_size] @ checkpoint.weight("inputs_project.weight"),
         lambda x: ROWS.rms_norm(x, norm, family.norm_eps),
-        checkpoint.spec.layers,
+        spec.layers,
     )
     return Beside(inputs)

@@ -102,7 +102,7 @@ def of_prices(
     passes over ``remembered`` tokens, and the attention of ``queries`` of one lane with
     its forms."""
     states = (spec.layers + 1) * (tokens + remembered) + 2 * draws * tokens
-    states *= spec.hidden_size
+    states *= spec.hidden_size * max(1, spec.family.streams)
     # Layers that read another's cache wait until that one comes.
     waiting = sum(spec.shape.source(i) != i for i in range(spec.layers))
     lanes = (draws + 2) * tokens * spec.query_heads * spec.head_dim * (1 + waiting)
@@ -122,7 +122,7 @@ def of_prices(
 def of_calibration(spec: DecoderSpec, tokens: int, length: int) -> Need:
     """Statistics of ``tokens`` tokens in sequences of up to ``length``: sums are in
     float64, and a layer is widened for them."""
-    hidden = tokens * spec.hidden_size
+    hidden = tokens * spec.hidden_size * max(1, spec.family.streams)
     heads = length * (spec.query_heads + 2 * spec.kv_heads) * spec.head_dim
     square = spec.shape.layers * spec.kv_heads * spec.head_dim**2
     return Need(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlathe.export.model.blocks import Norm
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.layer_runner import as_one, stream_products
 from kvlathe.export.model.tensors import apply_factor
 
 LOGITS_AT_ONCE = 1 << 25
@@ -58,8 +59,12 @@ class SlicedHead:
         for name in norm.state_dict():
             tensor = checkpoint.weight(f"norm.{name}")
             norm.load_state_dict({name: tensor}, strict=False, assign=True)
-        self._norm = norm
+        self._last_norm = norm
+        self._streams = stream_products(checkpoint, "out")
         self._cap = spec.family.logit_softcap
+
+    def _norm(self, hidden: Tensor) -> Tensor:
+        return self._last_norm(as_one(hidden, self._streams))
 
     def rows(self, count: int) -> Iterator[slice]:
         """``count`` rows in blocks whose logits are LOGITS_AT_ONCE at most."""

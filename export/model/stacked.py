@@ -24,6 +24,7 @@ Read = Callable[[str], Tensor]
 SINKS = "attend.sinks"
 CORRECTION = "experts.correction"
 SCALAR = "scalar"
+STREAM_SCALE = "stream_scale"
 CURVE_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 """The numbers of an xIELU, as its module stores them."""
 CURVE = tuple(f"curve.{part}" for part in CURVE_PARTS)
@@ -39,6 +40,7 @@ ROLES = {
     SINKS: ("sinks",),
     CORRECTION: ("router_correction",),
     SCALAR: ("scalar",),
+    STREAM_SCALE: ("stream_scale",),
     **dict.fromkeys(CURVE, ("curve",)),
     **dict.fromkeys(
         (*STACKED, *BIASES), ("router", *MAPS.values(), *APART.values(), *FACTORS)
@@ -60,7 +62,7 @@ def own_names(spec: DecoderSpec, layer: int | None) -> tuple[str, ...]:
             names += [name, f"{name}_bias"] if experts.biased else [name]
     if experts is not None and experts.corrected:
         names.append(CORRECTION)
-    others = (*CURVE, SINKS, SCALAR)
+    others = (*CURVE, SINKS, SCALAR, STREAM_SCALE)
     return (*names, *(one for one in others if ROLES[one][0] in roles))
 
 
@@ -93,6 +95,8 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
             found[_stored(spec, "sinks", layer)] = (spec.query_heads,)
         if SCALAR in own:
             found[_stored(spec, "scalar", layer)] = (1,)
+        if STREAM_SCALE in own:
+            found[_stored(spec, "stream_scale", layer)] = (spec.hidden_size,)
         if CURVE[0] in own:
             module = _stored(spec, "curve", layer)
             for part, shape in zip(CURVE_PARTS, ((1,), (1,), (), ()), strict=True):
@@ -155,8 +159,8 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if own == SINKS:
         every = stored(_stored(spec, "sinks", layer)).float()
         return every.unflatten(0, (-1, spec.group(layer)))
-    if own == SCALAR:
-        return stored(_stored(spec, "scalar", layer)).float()
+    if own in (SCALAR, STREAM_SCALE):
+        return stored(_stored(spec, own, layer)).float()
     if own in CURVE:
         return _of_curve(own, _stored(spec, "curve", layer), stored)
     if own == CORRECTION:

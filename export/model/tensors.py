@@ -54,6 +54,13 @@ LAYER_ROLES = (
     "inputs_gate",
     "inputs_out",
     "inputs_out_norm",
+    "stream_norm",
+    "stream_router",
+    "stream_predict",
+    "stream_correct",
+    "laurel_left",
+    "laurel_right",
+    "laurel_norm",
 )
 EXPERT_ROLES = {
     "experts.router": "router",
@@ -66,12 +73,14 @@ experts."""
 NORMS = (
     *("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm"),
     *("dense_norm", "experts_norm", "inputs_out_norm", "inputs_norm"),
-    *("guess_embed_norm", "guess_hidden_norm"),
+    *("guess_embed_norm", "guess_hidden_norm", "stream_norm", "laurel_norm"),
 )
 LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
 """Roles around the layers of what each layer is given of tokens."""
 GUESSES = ("guess_embed_norm", "guess_hidden_norm", "guess_join")
 """Roles before a layer that guesses tokens (export/families/guessing.py)."""
+AROUND = ("head", "inputs_project", "guess_join")
+"""Roles of maps around the layers, beside those of streams."""
 QK_NORMS = ("q_norm", "k_norm")
 OF_QUERIES = ("q", "out_gate", "o")
 """Roles of maps that have a part for each query head."""
@@ -87,7 +96,9 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         "positions",
         *LAYER_INPUTS,
         *GUESSES,
+        *stream_maps(spec, "in"),
         *layers,
+        *stream_maps(spec, "out"),
         "norm",
         *([] if spec.tied_head else ["head"]),
     ]
@@ -102,6 +113,11 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         for own in (*apart, *stacked.own_names(spec, layer), *mixing):
             names.append(f"layers.{layer}.{own}")
     return tuple(names)
+
+
+def stream_maps(spec: DecoderSpec, way: str) -> list[str]:
+    """Roles of the maps to further streams ("in") or from them ("out")."""
+    return [f"stream_{way}_{i}" for i in range(1, spec.family.streams)]
 
 
 def expert_names(spec: DecoderSpec, name: str) -> list[str]:
@@ -310,12 +326,22 @@ def _map_sizes(
     spec: DecoderSpec, layer: int | None
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Inputs and outputs of a layer's maps, where they are not hidden states."""
-    of_layer = spec.family.layer_inputs
-    inputs = {"inputs_out": of_layer, "guess_join": 2 * spec.hidden_size}
+    of_layer, streams = spec.family.layer_inputs, spec.family.streams
+    inputs = {
+        "inputs_out": of_layer,
+        "guess_join": 2 * spec.hidden_size,
+        "laurel_right": spec.family.laurel,
+        "stream_predict": streams,
+        "stream_correct": streams,
+    }
     outputs = {
         "shared_gate": 1,
         "inputs_project": of_layer * spec.layers,
         "inputs_gate": of_layer,
+        "laurel_left": spec.family.laurel,
+        "stream_router": streams,
+        "stream_predict": streams**2,
+        "stream_correct": streams,
     }
     if layer is None:
         return inputs, outputs
@@ -346,7 +372,10 @@ def _table_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         "embed": (spec.vocab_size + spec.family.more_rows, spec.hidden_size),
         "head": (spec.vocab_size, spec.hidden_size),
         "positions": (positions, spec.hidden_size),
-        "inputs_embed": (spec.vocab_size, of_inputs * spec.layers),
+        "inputs_embed": (
+            spec.family.input_rows or spec.vocab_size,
+            of_inputs * spec.layers,
+        ),
         "inputs_norm": (of_inputs,),
     }
 
@@ -402,10 +431,8 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
         return stored[spec.family.position_offset :]
     if role == "embed":
         return stored[: spec.vocab_size]
-    if stored.ndim == 2 and (
-        role in ("head", "inputs_project", "guess_join")
-        or (layer is not None and not spec.family.in_out)
-    ):
+    around = role in AROUND or role.startswith("stream_")
+    if stored.ndim == 2 and (around or (layer is not None and not spec.family.in_out)):
         stored = stored.T
     if _stored_role(spec, role, layer) != role:
         assert layer is not None

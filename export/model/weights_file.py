@@ -208,6 +208,7 @@ def wiring(spec: DecoderSpec, plan: CompressionPlan) -> Wiring:
         latent=_latent_of(spec),
         mixing=spec.family.mixer and spec.family.mixer.mixing,
         mixes=spec.family.mixes,
+        streams=spec.family.streams,
         own=_own_of(spec, plan),
     )
 

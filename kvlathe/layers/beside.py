@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -28,6 +29,12 @@ class Beside:
         return Beside(
             inputs, {i: (k[:tokens], v[:tokens]) for i, (k, v) in self.shared.items()}
         )
+
+
+def in_table(ids: Tensor, rows: int, words: int) -> Tensor:
+    """Token ids [T] of ``words`` -> rows of a table that may have fewer, the last words'
+    being the first."""
+    return ids if rows >= words else torch.where(ids < rows, ids, 0)
 
 
 def layer_inputs(

@@ -30,17 +30,21 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class OwnParts:
-    """Parts that only Gemma 4 has. ``v_norm``: norms of values. ``dense_norm``: of what
-    the MLP gives, beside ``experts``, which read what it reads before its norm and have
-    norms of their own. ``end`` maps what leaves the layer, [T, D]."""
+    """Parts that only Gemma 3n and 4 have. ``v_norm``: norms of values. ``dense_norm``: of
+    what the MLP gives, beside ``experts``, which read what it reads before its norm and
+    have norms of their own. ``laurel``: what is added beside attention, of the layer's
+    normed input; the sum is divided by sqrt(2). ``end`` maps what leaves the layer, [T,
+    D]."""
 
     v_norm: RowMap | None = None
     dense_norm: RowMap | None = None
     experts: RowMap | None = None
+    laurel: RowMap | None = None
     end: RowMap | None = None
 
 
 NO_PARTS = OwnParts()
+HALF_POWER = 0.5**0.5
 
 
 class Layer(Protocol):
@@ -167,6 +171,8 @@ def run_layer(
     if mixed is not None:
         norm = layer.attn_out_norm
         attended = attended + (mixed if norm is None else norm(mixed))
+    if own.laurel is not None:
+        attended = (attended + own.laurel(normed)) * HALF_POWER
     if layer.down is None and layer.experts is None:
         return attended
     if mlp_input is None:

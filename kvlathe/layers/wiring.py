@@ -56,6 +56,7 @@ class Wiring:
     latent: LatentForm | None = None
     mixing: Mixing | None = None
     mixes: tuple[int, ...] = ()
+    streams: int = 0
     own: tuple[LayerWiring, ...] = ()
 
     def bound(self, layer: int) -> Bound | None:

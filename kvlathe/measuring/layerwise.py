@@ -26,7 +26,14 @@ from kvlathe.export.model.blocks import Norm
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer import DecoderLayer, Widths
-from kvlathe.export.model.layer_runner import beside, embed, first_states, rotator
+from kvlathe.export.model.layer_runner import (
+    as_one,
+    beside,
+    embed,
+    first_states,
+    rotator,
+    stream_products,
+)
 from kvlathe.export.search.sealed import SealedAttend
 from kvlathe.layers.beside import Beside
 from kvlathe.layers.decoder import logits, tied_head
@@ -306,7 +313,8 @@ class BothModels:
             weight = folded["head.weight"].float().T  # [V, D]
             product = partial(F.linear, weight=weight, bias=bias)
         softcap = spec.family.logit_softcap
-        return lambda x: logits(norm(x), product, softcap)
+        streams = stream_products(self.checkpoint, "out")
+        return lambda x: logits(norm(as_one(x, streams)), product, softcap)
 
 
 def _halve(work: Work) -> None:

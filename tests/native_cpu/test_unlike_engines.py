@@ -1,5 +1,5 @@
 """Engines of a model whose layers have heads of unlike shapes, and read one another's
-cache (Gemma 4): what runs them computes the same, over pages of every kind."""
+cache (Gemma 3n and 4): what runs them computes the same, over pages of every kind."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 Logits = npt.NDArray[np.float32]
 KINDS = ("onnx", "native")
 SHARED, EXPERTS, ONCE = "gemma4-shared", "gemma4-experts", "gemma4"
-NAMES = (SHARED, EXPERTS, ONCE)
-OFTEN = (("onnx", SHARED), ("native", SHARED), ("native", ONCE))
+STREAMS = "gemma3n"
+NAMES = (SHARED, EXPERTS, ONCE, STREAMS)
+OFTEN = (("onnx", SHARED), ("native", STREAMS), ("native", ONCE))
 TOKENS = 70
 SCHEDULE = [(32,), (32,), *[(1,)] * (TOKENS - 64)]
 CODES = Tier(8, 8, "rank", "token", 16, 16)

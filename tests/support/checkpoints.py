@@ -35,7 +35,7 @@ OWN_HEADS = tuple(
     name
     for name, (prefix, settings) in FAMILIES.items()
     if "kv_lora_rank" not in settings.get("text_config", settings)
-    and not prefix.startswith(("Gemma4", "MiMo"))
+    and not prefix.startswith(("Gemma3n", "Gemma4", "MiMo"))
 )
 """Those whose heads have keys and values of their own, alike in all layers."""
 STATEFUL = ("Lfm", "Qwen3Next", "Qwen3_5", "GraniteMoeHybrid", "Bamba", "NemotronH")

@@ -36,10 +36,11 @@ NAMES = (
     "qwen3_moe",
     "gpt_oss",
     "gemma4-shared",
+    "gemma3n",
 )
 """Families whose attention ends in a module o_proj: with windows, caps of scores and
 logits, sinks, factors, experts, tied and untied heads, caches that several layers
-read."""
+read, several hidden states of a token."""
 EXPERTS = ("qwen3_moe", "gpt_oss")
 """Their reference has no products of experts in float64."""
 

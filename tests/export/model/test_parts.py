@@ -81,6 +81,25 @@ def test_text_of_an_omni_model_is_read_as_published(tmp_path: Path) -> None:
     equal_weights(Checkpoint(ours), Checkpoint(tmp_path / "known"))
 
 
+def test_text_of_gemma_3n_is_read_as_published(
+    reference: Reference, tmp_path: Path
+) -> None:
+    """Parts that see need a library which is not installed: they are not made."""
+    known, _ = reference("gemma3n")
+    text = json.loads((known / "config.json").read_text())
+    config = {"model_type": "gemma3n", "text_config": text}
+    config["architectures"] = ["Gemma3nForConditionalGeneration"]
+    names = "model.", "model.language_model."
+    ours = folder_of(tmp_path / "ours", known, names, config)
+    tensors = load_file(known / "model.safetensors")
+    named = {name.replace(*names, 1): x for name, x in tensors.items()}
+    beside = ("vision_tower.w", "audio_tower.w", "embed_vision.w", "embed_audio.w")
+    named |= {f"model.{name}": torch.ones(2) for name in beside}
+    named["model.language_model.layers.4.self_attn.k_proj.weight"] = torch.ones(2)
+    save_file(named, ours / "model.safetensors")
+    equal_weights(Checkpoint(ours), Checkpoint(known))
+
+
 def test_text_of_deepseek_ocr_is_read_as_published(tmp_path: Path) -> None:
     make_model(tmp_path / "known", "DeepseekOcr2", settings_of("DeepseekOcr2"))
     text = json.loads((tmp_path / "known" / "config.json").read_text())["text_config"]

@@ -37,6 +37,20 @@ GEMMA_EXPERTS = {
 }
 
 
+GEMMA_3N: dict[str, Any] = sizes(48, 4, 2, 24, num_hidden_layers=5) | {
+    "layer_types": ["sliding_attention"] * 2
+    + ["full_attention"]
+    + MIDDLE_FULL["layer_types"][:2],
+    "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.0, 0.4],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 20,
+    "laurel_rank": 8,
+    "vocab_size_per_layer_input": 90,
+    "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 4.0,
+}
+"""Fewer rows of embeddings for each layer than words."""
+
 GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", sizes(48, 4, 1, 32)),
     "gemma2": (
@@ -63,6 +77,7 @@ GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         sizes(32, 2, 1, 256, final_logit_softcapping=5.0, tie_word_embeddings=False),
     ),
+    "gemma3n": ("Gemma3nText", GEMMA_3N),
     "gemma4-experts": ("Gemma4Text", gemma4(**GEMMA_EXPERTS)),
     "gemma4-shared": ("Gemma4Text", gemma4(**SHARED)),
     "gemma4": ("Gemma4Text", gemma4()),

@@ -31,6 +31,7 @@ from kvlathe.layers.gated import HeadOutputs
 from kvlathe.layers.latent import keys_of_values, turned_queries
 from kvlathe.layers.mixers import MixerMemory, Mixing, mix
 from kvlathe.layers.rows import Rows, xielu
+from kvlathe.layers.streams import narrowed, widened
 from kvlathe.layers.temperature import query_factors
 from kvlathe.layers.wiring import LayerWiring, Wiring
 from kvlathe.runtime.sessions.adapters import LoadedAdapter
@@ -47,7 +48,11 @@ from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     output_map,
 )
 from kvlathe.runtime.sessions.torch_cuda.model.mixer import mixer_parts
-from kvlathe.runtime.sessions.torch_cuda.model.own_parts import LayerParts, inputs_of
+from kvlathe.runtime.sessions.torch_cuda.model.own_parts import (
+    LayerParts,
+    inputs_of,
+    products,
+)
 from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
 from kvlathe.runtime.sessions.torch_cuda.model.shard_group import OneShard, ShardGroup
 
@@ -110,7 +115,11 @@ class TorchDecoder:
         head = tensors.get("head.weight")
         bias = tensors.get("head.bias")
         self.head = tied_head(self.embed) if head is None else Linear(head, bias)
-        self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
+        self.last_norm = _norm(wiring, rows, _taken(tensors, "norm."))
+        self.to_streams, self.of_streams = (
+            products([*_taken(tensors, f"stream_{way}_").values()])
+            for way in ("in", "out")
+        )
         self.guess_join = None
         if "guess_join.weight" in tensors:
             self.guess_join = Linear(tensors["guess_join.weight"], None)
@@ -155,9 +164,15 @@ class TorchDecoder:
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
         x = self.group.sum(x)
+        if self.to_streams:
+            return widened(x, self.to_streams)
         if hidden is None or self.guess_join is None:
             return x
         return joined(x, hidden, *self.guess_norms, self.guess_join)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """x [R, D], which left the last layer -> [R, D], which the head reads."""
+        return self.last_norm(narrowed(x, self.of_streams) if self.of_streams else x)
 
     def inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
         """Embeddings of tokens for each layer [T, L, P], of which the first one reads ``x``
@@ -366,7 +381,11 @@ class _Layer:
 
         attends = attention if self.attends else None
         mixes = None if self.mixer is None else mixed
-        own = self.parts.of_step(inputs, rows, self.experts)
+        predicted = None
+        if self.parts.streams is not None:
+            predicted = self.parts.streams.predicted(x)
+            x = predicted[:, 0]
+        own = self.parts.of_step(inputs, rows, self.experts, predicted)
         given = rows, query_factors, turned, mixes, own
         return run_layer(self, x, attends, *given)
 

@@ -1,5 +1,5 @@
-"""Parts of a layer that only Gemma 4 has (OwnParts of kvlathe/layers/decoder.py), and the
-embeddings of tokens that each of its layers is given.
+"""Parts of a layer that only Gemma 3n and 4 have (OwnParts of kvlathe/layers/decoder.py),
+and the embeddings of tokens that each of their layers is given.
 
 Sizes: T packed tokens, R of them that leave a layer, D hidden size, L layers, P dims of a
 layer's embedding, d dims of a head.
@@ -7,15 +7,16 @@ layer's embedding, d dims of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.beside import layer_inputs
+from kvlathe.layers.beside import in_table, layer_inputs
 from kvlathe.layers.decoder import NO_PARTS, OwnParts, RowMap
 from kvlathe.layers.rows import Rows
+from kvlathe.layers.streams import Streams, with_given
 from kvlathe.layers.values import ValueMaps
 from kvlathe.layers.wiring import LayerWiring, Wiring
 
@@ -33,13 +34,15 @@ def inputs_of(
         return None
     taken = ("inputs_embed", "inputs_project", "inputs_norm")
     embed, project, norm = (tensors.pop(f"{name}.weight") for name in taken)
+    words = len(tensors["embed.weight"])
 
     def normed(x: Tensor) -> Tensor:
         return rows.rms_norm(x, norm, wiring.norm_eps)
 
     def given(input_ids: Tensor, x: Tensor) -> Tensor:
-        of_tokens = F.embedding(input_ids, embed)
-        return layer_inputs(of_tokens, x @ project, normed, len(wiring.scales))
+        ids = in_table(input_ids, len(embed), words)
+        own = x[:, : len(project)] @ project  # of N streams, the first
+        return layer_inputs(F.embedding(ids, embed), own, normed, len(wiring.scales))
 
     return given
 
@@ -70,12 +73,23 @@ class LayerParts:
         self.gate = tensors.pop("inputs_gate.weight", None)
         self.out = tensors.pop("inputs_out.weight", None)
         self.scalar = tensors.pop("scalar", None)
+        self.laurel_norm = norm("laurel_norm")
+        self.laurel = [
+            tensors.pop(f"laurel_{side}.weight", None) for side in ("left", "right")
+        ]
+        self.streams = _streams(wiring.streams, norm("stream_norm"), tensors)
+        self.stream_scale = tensors.pop("stream_scale", None)
 
     def of_step(
-        self, inputs: Tensor | None, rows: Tensor | None, experts: RowMap | None
+        self,
+        inputs: Tensor | None,
+        rows: Tensor | None,
+        experts: RowMap | None,
+        predicted: Tensor | None = None,
     ) -> OwnParts:
         """The parts in a step. ``inputs`` [T, P]: what the layer is given of its tokens, of
-        which ``rows`` [R] leave the layer (None: all)."""
+        which ``rows`` [R] leave the layer (None: all). ``predicted`` [T, N, D]: streams,
+        where there are some."""
         if inputs is not None and rows is not None:
             inputs = inputs.index_select(0, rows)
         values = self._values if self.norms_values else None
@@ -84,9 +98,14 @@ class LayerParts:
             beside = partial(self._experts, experts)
         if self.scalar is not None or inputs is not None:
             end = partial(self._end, inputs)
+        if predicted is not None:
+            if rows is not None:
+                predicted = predicted.index_select(0, rows)
+            end = partial(self._end_of_streams, inputs, predicted)
         if values is beside is end is None:
             return NO_PARTS
-        return OwnParts(values, self.dense_norm, beside, end)
+        laurel = None if self.laurel_norm is None else self._laurel
+        return OwnParts(values, self.dense_norm, beside, laurel, end)
 
     def _values(self, v: Tensor) -> Tensor:
         """v [T, heads * d] -> as Attend takes it."""
@@ -103,8 +122,45 @@ class LayerParts:
     def _end(self, inputs: Tensor | None, x: Tensor) -> Tensor:
         """x [T, D] with the layer's own ``inputs`` [T, P] of the tokens, scaled."""
         if inputs is not None:
-            assert self.gate is not None and self.out is not None
-            assert self.inputs_out_norm is not None
-            gated = self.rows.gated(self.activation, x @ self.gate, inputs)
-            x = x + self.inputs_out_norm(gated @ self.out)
+            x = x + self._given(inputs, x)
         return x if self.scalar is None else x * self.scalar
+
+    def _given(self, inputs: Tensor, x: Tensor) -> Tensor:
+        """Read the layer's own inputs by gates of x [T, D]."""
+        assert self.gate is not None and self.out is not None
+        assert self.inputs_out_norm is not None
+        gated = self.rows.gated(self.activation, x @ self.gate, inputs)
+        return self.inputs_out_norm(gated @ self.out)
+
+    def _end_of_streams(
+        self, inputs: Tensor | None, predicted: Tensor, x: Tensor
+    ) -> Tensor:
+        """predicted [T, N, D] and what the layer gives, x [T, D] -> [T, N * D]."""
+        assert self.streams is not None and inputs is not None
+        streams = self.streams.corrected(predicted, x)
+        first = streams[:, 0]
+        if self.stream_scale is not None:
+            first = first * self.stream_scale
+        return with_given(streams, self._given(inputs, first))
+
+    def _laurel(self, x: Tensor) -> Tensor:
+        """x [T, D], the layer's normed input."""
+        left, right = self.laurel
+        assert left is not None and right is not None and self.laurel_norm is not None
+        return x + self.laurel_norm(x @ left @ right)
+
+
+def _streams(
+    count: int, norm: RowMap | None, tensors: dict[str, Tensor]
+) -> Streams | None:
+    """Take what predicts and corrects streams out of a layer's ``tensors``."""
+    if norm is None:
+        return None
+    roles = ("router", "predict", "correct")
+    weights = [tensors.pop(f"stream_{role}.weight") for role in roles]
+    return Streams(count, norm, *products(weights))
+
+
+def products(weights: Sequence[Tensor]) -> list[RowMap]:
+    """Maps by weights [in, out]."""
+    return [partial(F.linear, weight=weight.T) for weight in weights]
