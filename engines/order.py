@@ -280,6 +280,8 @@ def _warn_unheard(config: BuildConfig, compression: Compression) -> None:
                 "%s has no effect with --compression %s", flag_of(name), compression
             )
         if name in OF_ACCURACY and config.accuracy is None and not hears_scores:
+            if name == "text" and config.measure:
+                continue  # the build's measurement reads it first
             log.warning("%s has no effect without --accuracy", flag_of(name))
 
 

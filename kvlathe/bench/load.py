@@ -9,16 +9,15 @@ CONCENTRATION. Everything is drawn from one seed, so all engines get the same re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_lines import read_rows
 
 CONCENTRATION = 4.0
 """a + b of the beta distribution: 2 would be flat for a mean in the middle, larger is
@@ -117,19 +116,7 @@ def gaps(count: int, seed: int) -> npt.NDArray[np.float64]:
 
 def documents(path: Path) -> list[str]:
     """The texts of a .jsonl file of {"text": ...}. Raises KvlatheError."""
-    try:
-        lines: list[dict[str, Any]] = [
-            json.loads(line)
-            for line in path.read_text("utf-8").splitlines()
-            if line.strip()
-        ]
-        texts = [str(line["text"]) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KvlatheError(
-            f"{path} cannot be read as documents",
-            repr(error),
-            'give one {"text": ...} a line',
-        ) from error
+    texts = [row["text"] for row in read_rows(path, ("text",))]
     if not any(texts):
         raise KvlatheError(
             f"{path} holds no text", "prompts are cut from it", "name another file"

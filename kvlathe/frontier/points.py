@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_lines import read_rows
 
 RETRIEVAL_MARGIN = 0.01
 """Share of all answers that a plan may lose beside the uncompressed model."""
@@ -112,11 +113,5 @@ def candidate(text: str) -> Candidate:
 def questions_every(retrieval: Path, most: int) -> int:
     """The N of each N-th question of a file that asks at most ``most`` of them. Raises
     KvlatheError."""
-    try:
-        lines = retrieval.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KvlatheError(
-            f"{retrieval} cannot be read", str(error), "give a .jsonl file in UTF-8"
-        ) from error
-    count = sum(bool(line.strip()) for line in lines)
+    count = len(read_rows(retrieval, ("prompt", "answer")))
     return max(1, -(-count // most))

@@ -9,7 +9,6 @@ it is evaluated, so both measure the same thing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.json_lines import read_rows
 from kvlathe.base.panics import refuse_fault
 from kvlathe.tasks import metrics
 
@@ -67,7 +67,7 @@ class FolderEncoder:
 # -- text ------------------------------------------------------------------------------
 def read_texts(path: Path) -> list[str]:
     """The ``text`` of every line of a .jsonl file."""
-    return [row["text"] for row in _rows(path, ("text",))]
+    return [row["text"] for row in read_rows(path, ("text",))]
 
 
 def encode_documents(encoder: Encoder, texts: Iterable[str]) -> list[list[int]]:
@@ -122,7 +122,7 @@ class Question:
 
 def read_questions(path: Path, encoder: Encoder, every: int = EVERY) -> list[Question]:
     """Every ``every``-th line of a .jsonl file of prompts with answers."""
-    rows = _rows(path, ("prompt", "answer"))[::every]
+    rows = read_rows(path, ("prompt", "answer"))[::every]
     questions = (question(encoder, row["prompt"], row["answer"]) for row in rows)
     return [asked for asked in questions if asked.prompt and asked.answer]
 
@@ -145,39 +145,3 @@ def answers(oracle: LogitsOracle, question: Question) -> bool:
     ids = question.prompt + question.answer
     logits = oracle.logits(ids, range(len(question.prompt) - 1, len(ids) - 1))
     return metrics.exact(logits, np.array(question.answer))
-
-
-def _rows(path: Path, keys: tuple[str, ...]) -> list[dict[str, str]]:
-    """The objects of a .jsonl file. Raises KvlatheError, naming the line, where one
-    lacks a key."""
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KvlatheError(
-            f"{path} cannot be read", str(error), "give a .jsonl file in UTF-8"
-        ) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # no JSON, or nested too deep
-            row = None
-        if not isinstance(row, dict) or not all(
-            isinstance(row.get(key), str) for key in keys
-        ):
-            wanted = ", ".join(f'"{key}": "..."' for key in keys)
-            raise KvlatheError(
-                f"line {number} of {path} cannot be used",
-                f"it is not {{{wanted}}}",
-                "correct the file",
-            )
-        rows.append(row)
-    if not rows:
-        raise KvlatheError(
-            f"{path} is empty",
-            "there is nothing to measure",
-            "give a file with lines in it",
-        )
-    return rows

@@ -780,7 +780,14 @@ def test_paths_may_be_given_as_text(model: Path, tmp_path: Path) -> None:
         ({"basis": "balanced"}, "--basis"),
         ({"calibration": "random"}, "--calibration"),
         ({"compression": "hack", "metric": "agreement"}, "--metric"),
-        ({"compression": "fdc:removal_rate=0", "text": Path(__file__)}, "--text"),
+        (
+            {
+                "compression": "fdc:removal_rate=0",
+                "text": Path(__file__),
+                "measure": False,
+            },
+            "--text",
+        ),
     ],
 )
 def test_an_option_that_nothing_looks_at_is_named(
@@ -792,3 +799,12 @@ def test_an_option_that_nothing_looks_at_is_named(
     with caplog.at_level("WARNING", "kvlathe"):
         accept(request_for(**options))
     assert f"{flag} has no effect" in caplog.text
+
+
+def test_text_that_the_measurement_reads_is_not_called_useless(
+    request_for: Callable[..., BuildConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"compression": "hack:bits=8", "text": Path(__file__)}
+    with caplog.at_level("WARNING", "kvlathe"):
+        accept(request_for(**given))
+    assert not caplog.text

@@ -93,12 +93,26 @@ def test_arrivals_of_a_load_are_poisson() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["not json\n", '{"prompt": "x"}\n', "", '{"text": ""}\n']
+    "content",
+    [
+        "not json\n",
+        '{"prompt": "x"}\n',
+        "",
+        '{"text": ""}\n',
+        "[" * 99_999,
+        '{"text": 3}',
+    ],
 )
 def test_text_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "text.jsonl").write_text(content)
     with pytest.raises(KvlatheError):
         load.documents(tmp_path / "text.jsonl")
+
+
+def test_documents_may_hold_what_ends_a_line_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a\u2028b\x85"}\n', "utf-8")
+    assert load.documents(path) == ["a\u2028b\x85"]
 
 
 @pytest.mark.parametrize("name", sorted(TRACES))

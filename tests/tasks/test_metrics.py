@@ -139,6 +139,10 @@ def test_every_nth_question_is_read(tmp_path: Path) -> None:
         ('{"words": "a"}', 'it is not {"text"'),
         ("[1]", "line 1"),
         ('{"text": 3}', "line 1"),
+        (
+            '{"text": "a"}\n{"text": "b\\udc00"}',
+            r"line 2 of .*half of a character, \\udc00",
+        ),
     ],
 )
 def test_evaluation_text_that_cannot_be_used_is_refused(
@@ -150,6 +154,14 @@ def test_evaluation_text_that_cannot_be_used_is_refused(
         tasks.read_texts(path)
     with pytest.raises(KvlatheError, match="cannot be read"):
         tasks.read_texts(tmp_path / "missing.jsonl")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_text(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "\\ud83d\\ude00"}\r\n')
+    assert tasks.read_texts(path) == ["a", "\U0001f600"]
 
 
 # -- evaluation ------------------------------------------------------------------------
