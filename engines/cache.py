@@ -19,6 +19,7 @@ holds a marker, and pruning removes nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -54,6 +55,16 @@ STORES = {
     "checkpoints": r"[0-9a-f]{64}",
 }
 """Folders of the cache, and what is called as our entries in them are."""
+SOURCES = (
+    "base/**/*.py",
+    "plan/**/*.py",
+    "tasks/**/*.py",
+    "layers/**/*.py",
+    "export/**/*.py",
+    "measuring/**/*.py",
+    "engines/**/*.py",
+)
+"""Files of this package that decide what a build makes."""
 FICLONE = 0x40049409
 """Linux ioctl_ficlone(2): a copy that shares its blocks with the original."""
 
@@ -71,9 +82,18 @@ class Entry:
 
 
 def root() -> Path:
+    """The cache's folder. Raises KvlatheError for a user that has no home."""
     if chosen := os.environ.get("KVLATHE_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlathe"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a container's user of any number
+        raise KvlatheError(
+            "the cache of builds has no folder",
+            "this user has no home, and HOME is not set",
+            "set KVLATHE_CACHE to a folder that can be written",
+        ) from error
+    return Path(home) / "kvlathe"
 
 
 def stats_path(key: str) -> Path:
@@ -121,13 +141,7 @@ def source_digest() -> str:
     an older one's engines."""
     package = Path(manifests.__file__).parent.parent
     digest = hashlib.sha256()
-    for pattern in (
-        "base/**/*.py",
-        "plan/**/*.py",
-        "tasks/**/*.py",
-        "export/**/*.py",
-        "engines/**/*.py",
-    ):
+    for pattern in SOURCES:
         for path in sorted(package.glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
@@ -164,7 +178,8 @@ def find(key: str) -> Manifest | None:
         log.warning("a cached engine is dropped: %s", error)
         _remove(folder)
         return None
-    os.utime(folder)
+    with contextlib.suppress(OSError):  # of a cache that is only read
+        os.utime(folder)
     return manifest
 
 

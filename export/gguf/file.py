@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import require
+from kvlathe.base.lfs_pointers import refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -79,6 +80,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_pointer(path)
         try:
             with path.open("rb") as stream:
                 self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

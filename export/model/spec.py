@@ -50,7 +50,7 @@ MOST = {
     "num_attention_heads": 1 << 14,
     "head_dim": 1 << 14,
     "vocab_size": 1 << 28,
-    "max_position_embeddings": 1 << 40,
+    "max_position_embeddings": 1 << 30,
 }
 """Sizes -> far more than any model has."""
 FOREIGN_SETTINGS = (
@@ -299,7 +299,14 @@ def _infinite(settings: Settings) -> Settings | float:
     """A number that JSON lacks, as transformers writes it: {"__float__": "Infinity"}."""
     named = settings.get("__float__")
     is_number = len(settings) == 1 and named in ("Infinity", "-Infinity", "NaN")
-    return float(str(named)) if is_number else settings
+    return _constant(str(named)) if is_number else settings
+
+
+def _constant(name: str) -> float:
+    """Infinity may be a bound. Raises ValueError for NaN, which is no setting."""
+    if name == "NaN":
+        raise ValueError("a setting is NaN")
+    return float(name)
 
 
 def _turns(kind: str | None) -> bool:
@@ -317,7 +324,8 @@ def read_config(folder: Path) -> Settings:
         )
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text, object_hook=_infinite, parse_constant=_constant)
     except FileNotFoundError:
         raise KvlatheError(
             f"{folder} has no config.json",

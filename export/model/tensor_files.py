@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.gguf_files import SUFFIX
+from kvlathe.base.lfs_pointers import refuse_pointer
 from kvlathe.export.gguf.tensors import GgufTensors
 from kvlathe.export.model.shards import DOWNLOAD
 
@@ -37,6 +38,7 @@ class TensorFile(Protocol):
 
 def open_tensors(path: Path) -> TensorFile:
     """The file, its header read. Raises KvlatheError."""
+    refuse_pointer(path)
     if path.suffix == SUFFIX:
         return GgufTensors(path)
     try:

@@ -108,6 +108,12 @@ def _stored(name: str, tensor: Tensor, place: Place) -> Tensor:
         )
     stored = tensor.detach().to(place.dtype)
     if stored.dtype in FLOATS and not bool(stored.isfinite().all()):
+        if not bool(tensor.isfinite().all()):
+            raise KvlatheError(
+                f"weight {name} holds NaN or infinite numbers",
+                "the checkpoint's weights or settings give no others",
+                "check that config.json belongs to the weights",
+            )
         raise KvlatheError(
             f"weight {name} does not fit {place.dtype}",
             "it holds larger numbers",

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.lfs_pointers import refuse_pointer
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Number formats that are read, as numpy has them; BF16 is the upper half of F32."""
@@ -44,6 +45,7 @@ class ArrayFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_pointer(path)
         try:
             data = path.read_bytes()
             self._bytes = np.frombuffer(data, np.uint8)

@@ -16,6 +16,7 @@ import tokenizers
 from kvlathe.base.added_tokens import ADDED_FILES, declared
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.json_files import REPLACE, read_object
+from kvlathe.base.lfs_pointers import refuse_pointer
 from kvlathe.base.panics import PANIC, refuse_fault
 
 GENERATION = "generation_config.json"
@@ -39,6 +40,7 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
             "no other form of a tokenizer is read",
             "load it with transformers' AutoTokenizer and save_pretrained it into that folder",
         )
+    refuse_pointer(path)
     fact = f"{path} cannot be read"
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))

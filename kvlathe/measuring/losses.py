@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.search.exercises import FEW, GAIN
 from kvlathe.plan.measurement import MOST, LengthLoss, finite
 
@@ -75,11 +76,13 @@ def blocks(rows: int, vocabulary: int) -> Iterator[slice]:
 
 
 def text_sums(whole: Rows, planned: Rows, targets: Tensor, vocabulary: int) -> Sums:
-    """A window's sums; ``targets`` [R] are the tokens that follow its scored rows."""
+    """A window's sums; ``targets`` [R] are the tokens that follow its scored rows.
+    Raises KvlatheError where the uncompressed model's logits are no numbers."""
     total = Sums(windows=1)
     for block in blocks(len(targets), vocabulary):
         of_whole, of_plan = whole(block), planned(block)
         same = int((of_whole.argmax(-1) == of_plan.argmax(-1)).sum())
+        _check_sound(of_whole)
         p = of_whole.double().log_softmax(-1)
         q = of_plan.double().log_softmax(-1)
         labels = targets[block, None]
@@ -91,6 +94,16 @@ def text_sums(whole: Rows, planned: Rows, targets: Tensor, vocabulary: int) -> S
             -float(p.gather(-1, labels).sum()),
         )
     return total
+
+
+def _check_sound(whole: Tensor) -> None:
+    """No plan is to blame for what the model itself does."""
+    if not bool(whole.isfinite().all()):
+        raise KvlatheError(
+            "the model's logits are NaN or infinite without any compression",
+            "its weights or settings are damaged, or its numbers are too large",
+            "run it with transformers, and download it again where that fails, too",
+        )
 
 
 def exercise_sums(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
+from tests.test_architecture import MAY_SEE
 
 DAY = 86400
 KEYS = dict(zip("abck", ("a" * 64, "b" * 64, "c" * 64, "e" * 64), strict=True))
@@ -103,6 +105,43 @@ def test_a_damaged_entry_is_dropped_not_given_out(tmp_path: Path) -> None:
     (cache.root() / "engines" / K / "weights").write_bytes(b"abd")
     assert cache.find(K) is None
     assert cache.entries() == []
+
+
+def test_a_cache_that_is_only_read_gives_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert cache.find(K) == manifests.read(tmp_path / "built")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOME", "KVLATHE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(KvlatheError, match=r"has no home.*Set KVLATHE_CACHE"):
+        cache.root()
+
+
+def test_a_key_changes_with_every_part_that_decides_an_engine() -> None:
+    """The parts are those that engines/ imports, directly or not, but for runtime/,
+    which runs engines and makes none."""
+    seen, left = set[str](), ["engines"]
+    while left:
+        seen.add(room := left.pop())
+        left += MAY_SEE[room] - seen - {"runtime"}
+    patterns = (f"{room}/**/*.py" for room in seen)
+    assert sorted(cache.SOURCES) == sorted(patterns)
 
 
 def test_pruning_by_age_by_size_and_whole(tmp_path: Path) -> None:

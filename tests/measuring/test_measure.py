@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildConfig, build
 from kvlathe.engines.job import prepare
 from kvlathe.engines.order import accept
@@ -179,6 +180,8 @@ def test_logits_that_are_no_numbers_break_the_model() -> None:
     plan = torch.full_like(whole, torch.nan)
     found = text_sums(whole.__getitem__, plan.__getitem__, targets, 31).loss(9)
     assert found.breaks and found.kl == found.perplexity_ratio == MOST
+    with pytest.raises(KvlatheError, match="without any compression"):
+        text_sums(plan.__getitem__, whole.__getitem__, targets, 31)
 
 
 def test_a_ranked_plan_of_a_model_that_does_not_fit_is_not_measured(

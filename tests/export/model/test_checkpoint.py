@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.tensor_file import ArrayFile
+from kvlathe.base.tokenizer_files import read_backend
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.gguf.file import GgufFile
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.tensor_files import forget
 from kvlathe.export.model.tensors import made
@@ -217,6 +220,23 @@ def test_a_single_file_goes_before_stale_shards(folder: Path) -> None:
     assert [path.name for path in Checkpoint(folder).files] == ["model.safetensors"]
 
 
+def point(path: Path) -> None:
+    """Put there what a clone without Git LFS holds in place of a file."""
+    path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+
+
+@pytest.mark.parametrize("read", [read_backend, GgufFile, ArrayFile])
+def test_a_pointer_in_place_of_any_file_is_named(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    point(path)
+    with pytest.raises(KvlatheError, match=r"a pointer of Git LFS.*git lfs pull"):
+        read(tmp_path if read is read_backend else path)
+
+
 DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "no json": (
@@ -235,6 +255,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").write_bytes(b""),
         "truncated or damaged",
     ),
+    "pointer": (lambda f: point(f / "model.safetensors"), "a pointer of Git LFS"),
     "missing": (lambda f: rewrite(f, lambda t: t.pop(Q)), f"lacks the tensor {Q}"),
     "shape": (
         lambda f: rewrite(f, lambda t: t.update({Q: torch.ones(3, 64)})),

@@ -100,3 +100,11 @@ def test_sizes_that_are_none_are_refused_before_tables_are_made(
         (tmp_path / "config.json").write_text(json.dumps({**plain, name: size}))
         with pytest.raises(KvlatheError, match=rf"{name}|not valid"):
             read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["NaN", '{"__float__": "NaN"}'])
+def test_a_setting_that_is_nan_is_refused(name: str, tmp_path: Path) -> None:
+    plain = json.dumps(config(next(x for x in names() if FAMILIES[x][0] == "Llama")))
+    (tmp_path / "config.json").write_text(f'{{"rms_norm_eps": {name}, {plain[1:]}')
+    with pytest.raises(KvlatheError, match="a setting is NaN"):
+        read_spec(tmp_path)
