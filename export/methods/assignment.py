@@ -194,24 +194,38 @@ class Priced:
         At any price of a byte the sum of least (loss + price x bytes) less that of the
         budget is a bound (Lagrange).
         """
-        pair_sets = self._pair_sets()
-        life_sets = self._life_sets()
+        bounds = self._least_paid - self._byte_prices[:, None] * budget
+        lower = bounds.max(0)
+        order = np.argsort(lower, kind="stable")
+        return [(float(lower[i]), self._every_allowed[i]) for i in order]
+
+    @cached_property
+    def _every_allowed(self) -> list[Allowed]:
+        every = itertools.product(self._pair_sets(), self._life_sets())
+        return [Allowed(pairs, lives) for pairs, lives in every]
+
+    @cached_property
+    def _byte_prices(self) -> Array:
+        scale = max(self.loss.max(), self.window_loss.max()) / self.grid.bytes.min()
+        return scale * np.geomspace(1e-12, 1, PRICES)
+
+    @cached_property
+    def _least_paid(self) -> Array:
+        """[prices, choices]: sums of least (loss + price x bytes) at every price of a
+        byte. Budgets share them."""
         pair_at = {pair: i for i, pair in enumerate(self._format_pairs)}
         rows: list[list[int]] = []
-        for pairs in pair_sets:
+        for pairs in self._pair_sets():
             rows.append([pair_at[pair] for pair in pairs])
-        members = np.array(rows)
-        bounds = np.full((len(pair_sets), len(life_sets)), -np.inf)
-        scale = max(self.loss.max(), self.window_loss.max()) / self.grid.bytes.min()
-        for price in scale * np.geomspace(1e-12, 1, PRICES):
-            by_set = self._paid(price)[members].min(1)  # [sets, lanes, lives]
+        members = np.array(rows).T  # [pairs of a set, sets]
+        life_sets = self._life_sets()
+        sums = np.empty((PRICES, len(rows), len(life_sets)))
+        for at_price, price in zip(sums, self._byte_prices, strict=True):
+            by_life = np.moveaxis(self._paid(price), -1, 0)  # [lives, pairs, lanes]
+            by_set = by_life[:, members].min(1)  # [lives, sets, lanes]
             for i, lives in enumerate(life_sets):
-                bound = by_set[..., list(lives)].min(-1).sum(-1) - price * budget
-                bounds[:, i] = np.maximum(bounds[:, i], bound)
-        every = itertools.product(pair_sets, life_sets)
-        allowed = [Allowed(pairs, lives) for pairs, lives in every]
-        lower = bounds.ravel()
-        return [(float(lower[i]), allowed[i]) for i in np.argsort(lower, kind="stable")]
+                at_price[:, i] = by_set[list(lives)].min(0).sum(-1)
+        return sums.reshape(PRICES, -1)
 
     def _paid(self, price: float) -> Array:
         """[pairs, lanes, lives]: least loss + price x bytes of each pair of formats

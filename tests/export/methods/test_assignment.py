@@ -87,6 +87,22 @@ def test_a_budget_in_few_units_is_kept_and_costs_little(most: int) -> None:
 
 
 # -- choices ---------------------------------------------------------------------------
+def test_sizes_share_their_bounds_and_choose_as_they_do_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = priced(3)
+    sizes = [found.least, 2 * found.least, 5 * found.least]
+    alone = [dataclasses.replace(found).chosen(size) for size in sizes]
+    found.chosen(3 * found.least)
+    monkeypatch.delattr(Priced, "_paid")  # what bounds are made of is there already
+    for size, own in zip(sizes, alone, strict=True):
+        shared = found.chosen(size)
+        for one, other in zip(
+            dataclasses.astuple(shared), dataclasses.astuple(own), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
 def program(
     found: Priced,
     pairs: Iterable[tuple[int, int]],
