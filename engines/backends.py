@@ -112,8 +112,8 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ("float32",),
         graph=False,
         hosted=True,
+        windows=True,
         no_ranking="vLLM has one block table for all heads",
-        no_windows="vLLM frees a block for all heads at once",
         sizes=StepSizes(256, 1),  # a chunk is then one page
     ),
 }

@@ -35,13 +35,14 @@ ones that are served."""
 def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
     from kvlathe.export.methods.composition import CacheSettings
 
+    info = BACKENDS[config.backend]
     return CacheSettings(
         config.hot_bits,
         config.tokens_per_block,
         config.chunk,
         config.seed,
-        BACKENDS[config.backend].paired,
-        BACKENDS[config.backend].windows,
+        info.paired,
+        info.windows and not info.hosted,
         spec.windows,
         spec.max_seq_len,
     )

@@ -11,7 +11,7 @@ prometheus-fastapi-instrumentator tiktoken lm-format-enforcer==0.11.3 llguidance
 xgrammar==0.2.8 partial-json-parser jsonschema pyzmq msgspec mistral_common>=1.11.6 pyyaml setuptools<81 einops \
 compressed-tensors==0.17.0 depyf==0.20.0 cloudpickle watchfiles python-json-logger pybase64 cbor2 ijson setproctitle oss-harmony>=0.0.11 \
 anthropic model-hosting-container-standards mcp>=2,<3 opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions-ai diskcache \
-jinja2 rich click sympy networkx"
+jinja2 rich click sympy networkx numba==0.65.0"
 linux_only vLLM
 begin "${1:-.vllm}" "torch, vLLM and kvlathe" scripts/vllm_env.sh integrations/vllm/pyproject.toml constraints.txt
 install_torch

@@ -48,10 +48,7 @@ def _tokens_refusal(plan: CompressionPlan) -> Refusal | None:
     """Its block table has one length for all heads of a sequence."""
     if any(group.life.stay_hot for group in plan.groups):
         return "its first tokens are not sealed, and vLLM's blocks are all alike", OTHER
-    if plan.index.sees_less:
-        reason = "heads have windows, and vLLM frees a block for all heads at once"
-        return reason, OTHER
-    if plan.index.ranked or plan.index.drops:
+    if plan.index.ranked:
         reason = "heads keep unlike tokens, and vLLM has one block table for all heads"
         return reason, OTHER
     return None

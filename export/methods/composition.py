@@ -41,7 +41,8 @@ Made = tuple[CompressionPlan, Basis]
 class CacheSettings:
     """Settings that no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
-    K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
+    K's grouped along the rank, V's along tokens. ``windowed``: fewer pages are held of
+    lanes that see windows, and first tokens may stay as they are.
     ``layer_windows``: tokens that each layer's queries see in the model itself, their
     own included; 0 is all of them, and so is no number. ``max_seq_len``: tokens of the
     longest sequence that the engine takes; None: the model's.

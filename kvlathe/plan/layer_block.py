@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.formats import ALIGN
+from kvlathe.plan.groups import Group
 from kvlathe.plan.layer_table import BUCKET_FORM, LANE_FORM, TABLE_HEADER, layer_table
 from kvlathe.plan.layout import TABLE_COLUMNS, CacheLayout
+from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.plan.plan import CompressionPlan
 
 Int32 = npt.NDArray[np.int32]
@@ -42,6 +44,39 @@ def bare(plan: CompressionPlan, projected: Collection[int]) -> CompressionPlan:
             )
         )
     return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def newest(plan: CompressionPlan, layer: int) -> int | None:
+    """The newest tokens that blocks of ``layer`` hold, the one that is computed
+    included; None: all of them, since some head sees all or the first ones, and one
+    block has all heads."""
+    sights = [
+        plan.index.sight(plan.index.number(layer, lane.head))
+        for lane in plan.index.active(layer)
+    ]
+    if any(sight.sink or not sight.is_less for sight in sights):
+        return None
+    own = plan.page_tokens
+    return max(sight.exact or sight.recent + own for sight in sights)
+
+
+def as_held(plan: CompressionPlan) -> CompressionPlan:
+    """The plan as blocks count it: where ``newest`` says so, all tokens stay, whatever
+    heads see of them."""
+    groups: list[Group] = []
+    for group in plan.groups:
+        whole = tuple(
+            lane
+            for lane in group.lanes
+            if group.life.sees.is_less and newest(plan, plan.lanes[lane].layer) is None
+        )
+        rest = tuple(lane for lane in group.lanes if lane not in whole)
+        if rest:
+            groups.append(dataclasses.replace(group, lanes=rest))
+        if whole:
+            life = SEAL if group.cold else KEEP
+            groups.append(dataclasses.replace(group, lanes=whole, life=life))
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 @dataclass(frozen=True)

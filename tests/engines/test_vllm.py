@@ -16,12 +16,12 @@ from kvlathe.engines.build import BuildConfig, build, preview
 from kvlathe.engines.targets.vllm import check_plan
 from kvlathe.export.folding.host_heads import write_heads
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.plan.layer_block import LayerBlock
+from kvlathe.plan.layer_block import LayerBlock, as_held, newest
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Window
 from kvlathe.plan.manifest import verify
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe_vllm.hosted import VARIABLE, hosted, named, open_hosted
+from kvlathe_vllm.hosted import VARIABLE, Hosted, hosted, named, open_hosted
 from tests.support.block_cases import plan_of
 from tests.support.checkpoints import full_plan, random_basis
 
@@ -116,9 +116,38 @@ def test_a_dry_run_counts_no_weights(model: Path, tmp_path: Path) -> None:
     assert said["weight_bytes"] == 0 and said["kv_bytes_removed"] == 0
 
 
-def windowed(plan: CompressionPlan) -> CompressionPlan:
-    group = dataclasses.replace(plan.groups[0], life=Window(16, 32))
+def windowed(plan: CompressionPlan, sink: int = 16) -> CompressionPlan:
+    group = dataclasses.replace(plan.groups[0], life=Window(sink, 32))
     return dataclasses.replace(plan, groups=(group,))
+
+
+def test_blocks_hold_what_some_head_of_their_layer_sees() -> None:
+    """All tokens, where one head sees them or the first ones. Bytes are counted so."""
+    plan = plan_of(16, sealed=False)
+    assert newest(plan, 0) is None and as_held(plan) == plan
+    from_the_first = windowed(plan)
+    assert newest(from_the_first, 0) is None and as_held(from_the_first) == plan
+    of_the_newest = windowed(plan, 0)
+    assert newest(of_the_newest, 0) == 32 + 16
+    assert as_held(of_the_newest) == of_the_newest
+    mixed = plan_of(16, windows=(Window(0, 16), Window(0, 16)))
+    assert newest(mixed, 1) is None and not as_held(mixed).index.drops
+    to_the_token = Window.of_tokens(21, 16)
+    group = dataclasses.replace(plan.groups[0], life=to_the_token)
+    assert newest(dataclasses.replace(plan, groups=(group,)), 0) == 21
+
+
+def test_a_plan_that_shows_more_than_the_model_is_refused() -> None:
+    """vLLM would free blocks of a model's window that the plan reads."""
+    plan = plan_of(16, sealed=False)
+    engine = Hosted(Path("engine"), windowed(plan, 0), {})
+    assert engine.window(0, None) == engine.window(0, 48) == 48
+    with pytest.raises(KvlatheError, match=r"sees 47 tokens in the model.*plan 48"):
+        engine.window(0, 47)
+    whole = Hosted(Path("engine"), plan, {})
+    assert whole.window(0, None) is None
+    with pytest.raises(KvlatheError, match="in the plan all"):
+        whole.window(0, 4096)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +155,6 @@ def windowed(plan: CompressionPlan) -> CompressionPlan:
     [
         ("uncomp", {}, "vllm cannot run a compression that ranks.*one block table"),
         ("kvzip", {}, "vllm cannot run a compression that ranks.*one block table"),
-        ("window", {}, "vllm cannot run a compression with windows.*all heads at once"),
         ("hack:bits=4", {"prefill_chunk": 128}, "sealed every 128.*--prefill-chunk 64"),
         ("none", {"weights": "int8"}, "no product of such weights"),
         ("none", {"tensor_parallel_size": 2}, "vllm runs on one device"),
@@ -149,8 +177,7 @@ def test_plans_that_others_wrote_are_refused_too() -> None:
     plan = plan_of(16, sealed=False)
     check_plan("vllm", plan)
     check_plan("vllm", plan_of(64))
-    with pytest.raises(KvlatheError, match=r"windows.*frees a block for all heads"):
-        check_plan("vllm", windowed(plan))
+    check_plan("vllm", windowed(plan))
     coarse = dataclasses.replace(plan_of(16), prefill_chunk=64)
     with pytest.raises(KvlatheError, match="--prefill-chunk 16"):
         check_plan("vllm", coarse)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import SpeculativeConfig, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -29,8 +29,13 @@ from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.worker import of_this_worker
 
-_makers: dict[tuple[str, int], Maker] = {}
-"""The makers of this process: vLLM makes a builder for each kind of layer."""
+_makers: dict[tuple[str, int, int], Maker] = {}
+"""The makers of this process, by engine, sequences, and address of a block table: vLLM
+makes a builder for each kind of layer, and a table for each group of layers."""
+
+
+GUESSING = ("ngram", "suffix")
+"""What guesses tokens without a cache of its own."""
 
 
 class KvlatheBackend(AttentionBackend):
@@ -90,11 +95,13 @@ class KvlatheMetadata(AttentionMetadata):
 
 
 class Maker:
-    """Makes the metadata of steps, once for the builders of all kinds of layers."""
+    """Makes the metadata of steps, once for all builders that have one block table."""
 
-    def __init__(self, engine: Hosted, count: int, device: torch.device) -> None:
-        """``count``: sequences that run at most."""
-        self.calls = Calls(engine.plan, count)
+    def __init__(
+        self, engine: Hosted, count: int, guesses: bool, device: torch.device
+    ) -> None:
+        """``count``: sequences that run at most. ``guesses``: as in Calls."""
+        self.calls = Calls(engine.plan, count, guesses)
         self.buffers: DecodeBuffers | None = None
         if device.type == "cuda":
             self.buffers = DecodeBuffers(count, len(engine.plan.index.buckets), device)
@@ -119,9 +126,9 @@ class Maker:
 
     def _lengths(self, m: CommonAttentionMetadata) -> Int32:
         """On a GPU vLLM knows them on the host too: they are exact where it does not
-        guess tokens, which is refused."""
+        guess tokens."""
         known = getattr(m, "seq_lens_cpu_upper_bound", None)
-        if self.buffers is None or known is None:
+        if self.buffers is None or known is None or self.calls.guesses:
             known = m.seq_lens
         return _numbers(known)[: m.num_reqs]
 
@@ -137,11 +144,9 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         engine = of_this_worker(vllm_config)
         _check(vllm_config)
-        count = vllm_config.scheduler_config.max_num_seqs
-        key = (str(engine.folder), count)
-        if key not in _makers:
-            _makers[key] = Maker(engine, count, device)
-        self.maker = _makers[key]
+        self.engine = engine
+        self.count = vllm_config.scheduler_config.max_num_seqs
+        self.guesses = vllm_config.speculative_config is not None
 
     @classmethod
     def get_cudagraph_support(
@@ -156,7 +161,13 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> KvlatheMetadata:
-        return self.maker.of(common_attn_metadata)
+        """A table of blocks lies where it lay: sequences are told apart by its blocks."""
+        table = common_attn_metadata.block_table_tensor
+        key = (str(self.engine.folder), self.count, table.data_ptr())
+        if key not in _makers:
+            own = (self.engine, self.count, self.guesses)
+            _makers[key] = Maker(*own, table.device)
+        return _makers[key].of(common_attn_metadata)
 
 
 def _numbers(tensor: Tensor) -> Int32:
@@ -175,8 +186,7 @@ def _check(config: VllmConfig) -> None:
         reason = "the numbers of a step lie in one place, and two would run at a time"
         raise KvlatheError(fact, reason, "leave out --enable-dbo and --ubatch-size")
     if config.speculative_config is not None:
-        reason = "a page that is sealed cannot lose tokens again"
-        raise KvlatheError(fact, reason, "leave out --speculative-config")
+        _check_guesses(config.speculative_config, fact)
     shape = (
         model.get_num_layers(parallel),
         model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
@@ -184,6 +194,19 @@ def _check(config: VllmConfig) -> None:
         model.get_head_size(),
     )
     hosted(config.additional_config).check_model(shape, model.model)
+
+
+def _check_guesses(asked: SpeculativeConfig, fact: str) -> None:
+    page = hosted().plan.page_tokens
+    reason = ""
+    if asked.method not in GUESSING:
+        reason = f"layers of {asked.method} have K and V that the plan knows nothing of"
+    elif asked.num_speculative_tokens >= page:
+        reason = f"a step would take back pages: a page has {page} tokens"
+    if reason:
+        able = " or ".join(GUESSING)
+        remedy = f"choose {able} in --speculative-config, and fewer than {page} tokens"
+        raise KvlatheError(fact, reason, remedy)
 
 
 class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
@@ -230,6 +253,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
             config.model_config.max_model_len,
+            config.speculative_config is not None,
         )
         self.layer: Layer | None = None
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe_vllm.hot_pages import NULL_BLOCK, HotPages
+from kvlathe_vllm.hot_pages import NULL_BLOCK, HotPages, lasting_pages
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -84,15 +84,19 @@ class Piece:
 
 @dataclass
 class Calls:
-    """The memory of a worker between steps. ``count``: sequences that run at most."""
+    """The memory of a worker between steps. ``count``: sequences that run at most.
+    ``guesses``: whether a step may bring tokens that the next one takes back, fewer than
+    a page. Hot pages that such a step fills stay until the next one says how far its
+    sequence came."""
 
     plan: CompressionPlan
     count: int
+    guesses: bool = False
     pages: HotPages = field(init=False)
     _last: tuple[Step, Call] | None = None
 
     def __post_init__(self) -> None:
-        self.pages = HotPages(self.count)
+        self.pages = HotPages(lasting_pages(self.count, self.guesses))
 
     def of(self, step: Step) -> Call:
         """vLLM asks once for each kind of layer; the answer is the same."""
@@ -118,10 +122,20 @@ class Calls:
         return self._call(step, pieces, kept)
 
     def _touch(self, step: Step, cached: Int32, queries: Int32) -> None:
-        """Before any page is given away: those of this step's sequences are in use."""
+        """Before any page is given away: those of this step's sequences are in use, and
+        nobody takes back what is in the page before."""
         page = self.plan.page_tokens
-        for b in np.flatnonzero((queries > 0) & (cached % page > 0)):
-            self.pages.resume(int(step.table[b, cached[b] // page]))
+        last = cached // page
+        begun = np.flatnonzero((queries > 0) & (cached % page > 0))
+        used = {int(step.table[b, last[b]]) for b in begun}
+        for block in used:
+            self.pages.resume(block)
+        if not self.guesses:
+            return
+        for b in np.flatnonzero((queries > 0) & (last > 0)):
+            before = int(step.table[b, last[b] - 1])
+            if before not in used:  # else it is shared, and filled in this step
+                self.pages.release(before)
 
     def _cut(
         self,
@@ -137,6 +151,7 @@ class Calls:
         page = self.plan.page_tokens
         blocks = step.table[b]
         end = int(step.lengths[b])
+        new = end - first
         held, resumed = -1, NULL_BLOCK
         while first < end:
             block = int(blocks[first // page])
@@ -147,7 +162,7 @@ class Calls:
                 resumed = block
             elif is_full:
                 hot = self.pages.passing()
-            elif held < 0:
+            elif held < 0 or self.guesses:
                 hot = self.pages.begin(block)
             else:
                 hot = self.pages.passing()
@@ -155,7 +170,9 @@ class Calls:
                 kept.append((hot, held))
             pieces.append(Piece(b, first, stop, hot))
             first = stop
-        if held >= 0 and end % page == 0:
+        # What more than a page of tokens fills, none of them guesses.
+        filled = new > page if self.guesses else end % page == 0
+        if held >= 0 and filled:
             self.pages.end(resumed)
 
     def _call(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.layer_block import LayerBlock, bare
+from kvlathe.plan.layer_block import LayerBlock, bare, newest
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import HEADS_FILE
 from kvlathe.plan.plan import CompressionPlan
@@ -51,6 +51,20 @@ class Hosted:
         """Bytes of a token in the blocks of a layer."""
         own = self.blocks[layer].token_bytes
         return max(own, self.least[layer]) if self.least else own
+
+    def window(self, layer: int, of_model: int | None) -> int | None:
+        """The newest tokens that blocks of a layer hold, the one that is computed
+        included; None: all. ``of_model``: those that the layer's queries see in the
+        model itself. Raises KvlatheError where the plan shows them more."""
+        kept = newest(self.plan, layer)
+        if of_model is not None and (kept is None or kept > of_model):
+            raise KvlatheError(
+                f"{self.folder} is no plan for this model",
+                f"layer {layer} sees {of_model} tokens in the model, and in the plan "
+                f"{kept or 'all'}",
+                "build one with --backend vllm from the checkpoint that vLLM serves",
+            )
+        return kept
 
     @property
     def seals(self) -> bool:

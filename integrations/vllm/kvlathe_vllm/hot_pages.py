@@ -2,8 +2,9 @@
 
 vLLM never shares a block that is partly filled, so its id stands for one sequence.
 Nobody tells when a sequence ends. But vLLM admits none in a step that a running one
-sits out, and at most ``count`` run. So where all pages are taken, and those of the
-step's sequences were touched, the one that was used longest ago belongs to nobody.
+sits out, and there are pages for all that run. So where all pages are taken, and those
+of the step's sequences were touched, the one that was used longest ago belongs to
+nobody.
 
 Pages from ``count`` + 1 on are passing: they hold rows until the step ends, and all
 layers use the same memory for them.
@@ -27,6 +28,12 @@ def passing_pages(tokens: int, count: int, page: int) -> int:
     return tokens // page + min(count, tokens // 2)
 
 
+def lasting_pages(sequences: int, guesses: bool) -> int:
+    """Hot pages of so many sequences; with ``guesses``, also those that are full until
+    it is known that they stay so."""
+    return 2 * sequences if guesses else sequences
+
+
 class HotPages:
     """Pages 1 .. ``count``, page 0 of the null block, and passing ones."""
 
@@ -44,8 +51,7 @@ class HotPages:
         self._ended.clear()
         yield
         for block in self._ended:
-            if block in self._of:
-                self._free.append(self._of.pop(block))
+            self.release(block)
 
     def passing(self) -> int:
         """Another passing page."""
@@ -75,7 +81,7 @@ class HotPages:
         if block not in self._of:
             raise KvlatheError(
                 f"the newest rows of block {block} are gone",
-                f"more than {self.count} sequences were running",
+                f"there were more sequences than {self.count} hot pages are for",
                 "raise --max-num-seqs, and report this",
             )
         self._of.move_to_end(block)
@@ -86,9 +92,13 @@ class HotPages:
         if NULL_BLOCK in (block, other):
             return
         page = self._of.pop(block)
-        if other in self._of:
-            self._free.append(self._of.pop(other))
+        self.release(other)
         self._of[other] = page
+
+    def release(self, block: int) -> None:
+        """The page of ``block``, if it has one, is free."""
+        if block in self._of:
+            self._free.append(self._of.pop(block))
 
     def end(self, block: int) -> None:
         """The block is full: its page is free once the step has ended."""

@@ -14,7 +14,7 @@ from kvlathe.runtime.native.parts import Part
 from kvlathe_vllm.calls import Call, Sealing
 from kvlathe_vllm.heads import LayerHeads
 from kvlathe_vllm.hosted import Hosted
-from kvlathe_vllm.hot_pages import passing_pages
+from kvlathe_vllm.hot_pages import lasting_pages, passing_pages
 from kvlathe_vllm.span import Span
 
 
@@ -26,6 +26,8 @@ class Most:
     tokens: int
     length: int
     """Tokens of a sequence."""
+    guesses: bool = False
+    """Whether some of the tokens may be taken back."""
 
 
 class Layer(ABC):
@@ -49,7 +51,7 @@ class Layer(ABC):
         self.span = Span(
             cache,
             self.block.hot_bytes,
-            most.sequences + 1,
+            lasting_pages(most.sequences, most.guesses) + 1,
             passing_pages(most.tokens, most.sequences, self.plan.page_tokens),
         )
         self.table = self.block.table(

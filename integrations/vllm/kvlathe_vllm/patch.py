@@ -11,7 +11,12 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.hosted import named
@@ -53,11 +58,11 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
     from vllm.model_executor.models.utils import extract_layer_index
 
     engine = of_this_worker(config)
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         raise KvlatheError(
             f"{layer_name} cannot have compressed blocks",
             f"vLLM gives it a {type(spec).__name__}",
-            "serve a model whose layers all attend every token",
+            "serve a model whose layers attend all tokens, or a window of the newest",
         )
     page = engine.plan.page_tokens
     if spec.block_size % page:
@@ -67,7 +72,22 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
             f"start vLLM with --block-size {page}",
         )
     layer = extract_layer_index(layer_name)
-    return dataclasses.replace(spec, **_raw(engine.token_bytes(layer)))
+    window = engine.window(layer, getattr(spec, "sliding_window", None))
+    kept = {
+        field.name: getattr(spec, field.name)
+        for field in dataclasses.fields(AttentionSpec)
+        if field.init
+    }
+    kept |= _raw(engine.token_bytes(layer))
+    if engine.plan.index.sees_less and not current_platform.is_cpu():
+        raise KvlatheError(
+            "windows cannot be served here",
+            "all layers of a step are planned at once on a GPU, with one block table",
+            "serve it with kvlathe serve, or on a CPU",
+        )
+    if window is None:
+        return FullAttentionSpec(**kept)
+    return SlidingWindowSpec(**kept, sliding_window=window)
 
 
 def _raw(token_bytes: int) -> dict[str, object]:

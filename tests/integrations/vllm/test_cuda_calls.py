@@ -236,13 +236,14 @@ def check(engine: Hosted, one: played.Sequence) -> None:
     assert error.max(initial=0) < 0.2 and error.sum() <= 0.004 * max(1, error.size)
 
 
+@pytest.mark.parametrize("guesses", [False, True], ids=["certain", "guessed"])
 def test_calls_on_blocks_give_what_a_sequence_gives_alone(
-    library: RecordedLibrary, monkeypatch: pytest.MonkeyPatch
+    guesses: bool, library: RecordedLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = partial(CudaLayer, dtype=torch.float16, library=library)
     monkeypatch.setattr(played, "CpuLayer", made)
     engine = engine_of()
-    for one in played.play(engine, 5, steps=6):
+    for one in played.play(engine, 5, steps=6, guesses=guesses):
         check(engine, one)
 
 

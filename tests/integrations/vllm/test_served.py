@@ -82,10 +82,17 @@ class Server:
     @property
     def cached(self) -> float:
         """Tokens of prompts that it has found in its cache so far."""
+        return self._metric("prefix_cache_hits")
+
+    def count(self, what: str) -> float:
+        """Tokens that were guessed (``draft``), or of those ``accepted``."""
+        return self._metric(f"spec_decode_num_{what}_tokens")
+
+    def _metric(self, name: str) -> float:
         url = f"http://127.0.0.1:{self.port}/metrics"
         with urllib.request.urlopen(url, timeout=30) as answer:
             said = answer.read().decode()
-        found = re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)$", said, re.M)
+        found = re.findall(rf"^vllm:{name}_total\S* (\S+)$", said, re.M)
         return sum(map(float, found))
 
     @property
@@ -199,6 +206,64 @@ def test_vllm_writes_what_our_engine_writes(compression: str, tmp_path: Path) ->
     assert unlike <= 1
     promised = GIB / open_engine(theirs).manifest.kv_bytes.per_token
     assert promised * 0.999 < tokens <= promised
+    assert "Traceback" not in log
+
+
+def with_windows(folder: Path) -> Path:
+    """A checkpoint of random weights: two of three layers see 200 tokens."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=8192,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=4096,
+        sliding_window=200,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        initializer_range=0.1,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+GUESSES = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+
+
+def test_windows_and_guesses_change_no_answer(tmp_path: Path) -> None:
+    """vLLM frees blocks behind windows, and takes back what was guessed wrong."""
+    if ON_GPU:
+        pytest.skip("windows are refused there")
+    model, compression = with_windows(tmp_path / "model"), "hack:bits=4,sink=0"
+    ours, theirs = (built(tmp_path, compression, x, model) for x in (OURS, "vllm"))
+    asked = prompts()
+    params = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+    with LLM.load(ours, threads=1) as llm:
+        wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
+    options = ("--max-num-batched-tokens", "100", "--enable-chunked-prefill")
+    guesses = ("--speculative-config", json.dumps(GUESSES))
+    with serving(theirs, tmp_path, *options, *guesses, model=model) as server:
+        first = server.complete(asked)
+        before = server.cached
+        again = server.complete(asked)
+        cached, log = server.cached, server.log.read_text()
+        drafted, accepted = map(server.count, ("draft", "accepted"))
+    assert first == again
+    assert cached - before > sum(map(len, asked)) // 2
+    assert 0 < accepted < drafted
+    unlike = sum(one != two for one, two in zip(first, wanted, strict=True))
+    assert unlike <= 1
     assert "Traceback" not in log
 
 
