@@ -62,13 +62,12 @@ def calibrate(
     random = str(source) == RANDOM
     tokens = TOKENS["random" if random else "text"] if tokens is None else tokens
     _check_tokens(tokens, random)
-    sequences = (
-        random_sequences(
-            checkpoint.spec.vocab_size, tokens, seed, _length(checkpoint, RANDOM_LENGTH)
-        )
-        if random
-        else text_sequences(checkpoint, Path(source), tokens)
-    )
+    length = _length(checkpoint, RANDOM_LENGTH)
+    if random:
+        _require_memory(checkpoint, tokens, length)  # the ids alone may not fit
+        sequences = random_sequences(checkpoint.spec.vocab_size, tokens, seed, length)
+    else:
+        sequences = text_sequences(checkpoint, Path(source), tokens)
     described = {
         "source": RANDOM if random else Path(source).name,
         "sequences": len(sequences),
@@ -90,6 +89,11 @@ def _check_tokens(tokens: int, random: bool) -> None:
             f"statistics of fewer than {least} are unstable",
             f"ask for {least}",
         )
+
+
+def _require_memory(checkpoint: Checkpoint, tokens: int, longest: int) -> None:
+    need = memory.of_calibration(checkpoint.spec, tokens, longest)
+    need.require(checkpoint.device, SMALLER)
 
 
 def _length(checkpoint: Checkpoint, longest: int) -> int:
@@ -152,8 +156,7 @@ def calibrate_on(
     """
     spec = checkpoint.spec
     lengths = [len(ids) for ids in sequences]
-    need = memory.of_calibration(spec, sum(lengths), max(lengths))
-    need.require(checkpoint.device, SMALLER)
+    _require_memory(checkpoint, sum(lengths), max(lengths))
     starts = [0] * len(lengths)
     if spread:
         starts = _starts(lengths, spec.max_seq_len, seed)

@@ -509,6 +509,12 @@ def _check_sizes(
             "correct config.json",
         )
     _check_own_heads(heads, family)
+    if set(family.windows) == {1}:
+        raise KvlatheError(
+            "every layer has a window of 1 token",
+            "queries see nothing but themselves, so that there is no cache",
+            "correct config.json",
+        )
     if family.activation not in ACTIVATIONS and "curve" not in family.names:
         raise KvlatheError(
             f"the activation {family.activation!r} is not supported",

@@ -14,7 +14,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.base.package import DATA
 from kvlathe.bench.load import TRACES
-from kvlathe.cli.common import PATH, THREADS, Result, reports
+from kvlathe.cli.common import PATH, THREADS, Finite, Result, reports
 
 COLUMNS = (
     "server",
@@ -78,14 +78,14 @@ def show_curves(result: Result) -> None:
 )
 @click.option(
     "--latency-factor",
-    type=click.FloatRange(1, min_open=True),
+    type=Finite(1, min_open=True),
     default=2.0,
     show_default=True,
     help="Latency limit, in idle latencies of the first server.",
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0.01),
+    type=Finite(0.01),
     default=0.08,
     show_default=True,
     help="How finely rates are told apart.",

@@ -39,8 +39,8 @@ else:
     SizeParam = click.ParamType
 
 
-class Seconds(click.FloatRange):
-    """A finite time, 0 or more."""
+class Finite(click.FloatRange):
+    """A number of a range: NaN is in none, and infinity is none to reckon with."""
 
     def convert(
         self,
@@ -48,10 +48,10 @@ class Seconds(click.FloatRange):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> float:
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
 
 
 class Size(SizeParam):
@@ -113,7 +113,7 @@ ADAPTER = click.option(
 )
 DRAIN_SECONDS = click.option(
     "--drain-seconds",
-    type=Seconds(0),
+    type=Finite(0),
     default=30.0,
     show_default=True,
     help="After SIGTERM.",

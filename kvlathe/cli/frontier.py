@@ -14,7 +14,7 @@ from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import require
 from kvlathe.base.hub import checkpoint_folder
-from kvlathe.cli.common import MODEL, PATH, REVISION, THREADS, Result, reports
+from kvlathe.cli.common import MODEL, PATH, REVISION, THREADS, Finite, Result, reports
 
 SINGLE = (
     "none",
@@ -90,7 +90,7 @@ def show_frontier(result: Result) -> None:
 )
 @click.option(
     "--bound",
-    type=click.FloatRange(1),
+    type=Finite(1),
     default=1.01,
     show_default=True,
     help="Times the uncompressed perplexity, at most, of the plan to take.",

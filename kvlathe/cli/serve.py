@@ -27,7 +27,7 @@ from kvlathe.cli.common import (
     SPECULATIVE,
     TENSOR_PARALLEL,
     THREADS,
-    Seconds,
+    Finite,
     Size,
     check_speculative,
     engine_to_run,
@@ -109,7 +109,7 @@ def check_keys(keys: tuple[str, ...], operations: bool = False) -> None:
 )
 @click.option(
     "--body-seconds",
-    type=Seconds(0, min_open=True),
+    type=Finite(0, min_open=True),
     default=60.0,
     show_default=True,
     help="How long a client may take to send a request's body; then 408.",

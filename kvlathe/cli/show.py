@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvlathe.base import console
-from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
+from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Finite, Result, reports
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.manifest import Manifest
 from kvlathe.plan.measurement import UNMEASURED
@@ -307,12 +307,12 @@ def list_command() -> Result:
 @engines_group.command("prune")
 @click.option(
     "--older-than-days",
-    type=click.FloatRange(0),
+    type=Finite(0),
     help="Remove builds unused for this long.",
 )
 @click.option(
     "--max-gib",
-    type=click.FloatRange(0),
+    type=Finite(0),
     help="Then remove the least recently used beyond this size.",
 )
 @click.option(

@@ -194,6 +194,24 @@ def test_wrong_usage_is_exit_code_2() -> None:
     assert kvlathe("engines", "prune").returncode == 2
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "engines prune --max-gib",
+        "engines prune --older-than-days",
+        "bench-serve x --tolerance",
+        "bench-serve x --latency-factor",
+        "frontier --model x --bound",
+    ],
+)
+def test_numbers_that_are_none_are_wrong_usage(
+    command: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*command.split(), number]) == 2
+    assert "Invalid value" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["nanG", "infG", "0", "-1", "8X", ""])
 def test_a_size_that_is_none_is_wrong_usage(
     size: str, capsys: pytest.CaptureFixture[str]

@@ -188,6 +188,13 @@ def test_statistics_of_another_model_are_refused() -> None:
         stats.require_model(stats.shape, "other weights")
 
 
+def test_more_tokens_than_memory_holds_are_refused_before_any_is_drawn(
+    lathe: Checkpoint,
+) -> None:
+    with pytest.raises(KvlatheError, match=r"calibrat.* takes .* of memory"):
+        calibrate(lathe, tokens=10**12)
+
+
 def test_too_little_calibration_is_refused(lathe: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="too few"):
         calibrate(lathe, tokens=TOKENS["random"] - 1)

@@ -108,3 +108,10 @@ def test_a_setting_that_is_nan_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"rms_norm_eps": {name}, {plain[1:]}')
     with pytest.raises(KvlatheError, match="a setting is NaN"):
         read_spec(tmp_path)
+
+
+def test_windows_that_leave_no_cache_are_refused(tmp_path: Path) -> None:
+    plain = config(next(x for x in names() if FAMILIES[x][0] == "Mistral"))
+    (tmp_path / "config.json").write_text(json.dumps({**plain, "sliding_window": 1}))
+    with pytest.raises(KvlatheError, match=r"a window of 1 token.*no cache"):
+        read_spec(tmp_path)
