@@ -9,6 +9,7 @@ Each is imported when it is first used, so that ``import kvlathe`` loads no libr
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from kvlathe.base.package import __version__
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
     from kvlathe.runtime.text.structure import Structure
+
+# ONNX Runtime's wheels from 1.31 on tell their maker of machine and process, from the
+# moment that they are imported. Whoever wants that sets it to 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = [
     "LLM",

@@ -1,6 +1,6 @@
 """``python -m kvlathe`` is ``kvlathe``."""
 
-from kvlathe.cli.main import main
+from kvlathe.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,27 @@ def test_importing_the_package_loads_no_library() -> None:
         [sys.executable, "-c", COST], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+QUIET = """
+import os, pathlib, sys, time
+import kvlathe
+import onnxruntime
+time.sleep(0.5)
+home = pathlib.Path(os.environ["HOME"])
+print([str(path) for path in home.rglob("*")])
+"""
+
+
+def test_onnx_runtime_tells_nobody_of_the_machine(tmp_path: Path) -> None:
+    """Its wheels keep what they will send under ~/.cache."""
+    home = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    home.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", QUIET]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=home, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_public_names_are_those_of_their_modules() -> None:

@@ -16,6 +16,7 @@ before anything else.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -48,6 +49,8 @@ LAST_HIDDEN, GIVEN = "last_hidden", "given"
 that guesses tokens is given."""
 REPLACEABLE = (EVALUATION_FILE, REPORT_FILE)
 """Files that may change after the build: nothing runs from them."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE)
+"""What a system says of files that are sound."""
 MOST_BYTES = 1 << 24
 """The most bytes of a manifest: a larger one is none of ours."""
 
@@ -301,6 +304,12 @@ def _check_is_no_model(folder: Path) -> None:
 
 
 def _malformed(path: Path, error: Exception) -> KvlatheError:
+    if isinstance(error, OSError) and error.errno in REFUSED:
+        return KvlatheError(
+            f"{error.filename} cannot be read",
+            os.strerror(error.errno or 0).lower(),
+            "let this process read it",
+        )
     return KvlatheError(
         f"{path} cannot be read",
         f"it is malformed ({error})",

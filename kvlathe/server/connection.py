@@ -17,11 +17,13 @@ import errno
 import resource
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 
 HEADER_SECONDS = 60.0
 """Most time that a client may take to send a request's headers."""
@@ -33,6 +35,11 @@ SETTLE_SECONDS = 0.5
 """Connections that are closed give their files back in this time."""
 RESERVE = 0.25
 """Share of the files that no connection takes: engine, disk cache, those to come."""
+OTHER_FILES = 32
+"""Files for those at least, beside the ones that are open when a server begins: pipes of
+the processes that templates and structures run in take most of them."""
+OPEN_FILES = Path("/dev/fd")
+LEAST_CONNECTIONS = 4
 MOST_FILES = 1 << 16
 BACKLOG = 2048
 """Connections that wait to be taken; uvicorn's own."""
@@ -40,13 +47,20 @@ BACKLOG = 2048
 
 def raise_file_limit() -> int:
     """Let the process have as many files as it may, 65,536 at most. Returns how many
-    connections leave enough for all else."""
+    connections leave enough for all else. Raises KvlatheError where none do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    return max(1, int(soft * (1 - RESERVE)))
+    taken = sum(1 for _ in OPEN_FILES.iterdir()) + OTHER_FILES
+    if soft - taken < LEAST_CONNECTIONS:
+        raise KvlatheError(
+            f"this process may open {soft} files",
+            f"a server needs {taken + LEAST_CONNECTIONS}",
+            "let it open more (ulimit -n)",
+        )
+    return min(int(soft * (1 - RESERVE)), soft - taken)
 
 
 def taken_at_once(connections: int) -> int:
@@ -55,13 +69,18 @@ def taken_at_once(connections: int) -> int:
     return max(1, min(BACKLOG, int(connections * RESERVE) // 6))
 
 
+def is_out_of_files(error: object) -> bool:
+    """Whether an error says that process or system may open no more files."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def out_of_files(
     loop: asyncio.AbstractEventLoop, context: Mapping[str, object]
 ) -> None:
     """The event loop's handler of errors. It is asked thousands of times in a row where
     a connection finds no file: then the ones that wait make room."""
     error = context.get("exception")
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if is_out_of_files(error):
         if time.monotonic() - Connection.gave_way > SETTLE_SECONDS:
             Connection.give_way(max(1, len(Connection.every) // 8))
         return

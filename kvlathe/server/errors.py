@@ -17,6 +17,7 @@ from kvlathe.base.errors import Asleep, Busy, EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, Closing
 from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.server.connection import is_out_of_files
 
 TYPES = {
     401: "authentication_error",
@@ -173,6 +174,15 @@ def handle(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return invalid_request(error).response(request.url.path)
 
+    async def no_file(request: Request, error: Exception) -> JSONResponse:
+        if not is_out_of_files(error):
+            raise error
+        again = {"Retry-After": str(RETRY_SECONDS)}
+        said = "the server may open no more files just now (ulimit -n)"
+        refused = ApiError(503, said, code="out_of_files", headers=again)
+        return refused.response(request.url.path)
+
+    app.add_exception_handler(OSError, no_file)
     app.add_exception_handler(HTTPException, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
 

@@ -198,6 +198,15 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def url_of(host: str, port: int) -> str:
+    """The address of a server.
+
+    >>> url_of("::1", 8000)
+    'http://[::1]:8000'
+    """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def capacity(llm: LLM) -> str:
     """One line: the sequences that the cache holds at several lengths, how many run at
     once, and the device."""
@@ -285,7 +294,7 @@ def _serve(
     with engine:
         say_what_is_served(llm, settings)
         bound.listen(BACKLOG)  # who reads the next line may connect
-        address = f"http://{settings.host}:{bound.getsockname()[1]}"
+        address = url_of(settings.host, bound.getsockname()[1])
         log.info("serving %s on %s (API: %s/docs)", name, address, address)
         server = Server(
             http_config(app, close_seconds=5), engine, settings.drain_seconds

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -238,6 +239,24 @@ def test_ctrl_c_is_exit_code_130(
     monkeypatch.setattr(cli_run, "read_text", interrupted)
     assert cli.run(["generate", "engine", "--prompt-file", "x"]) == 130
     assert capsys.readouterr().err.strip().endswith("error: interrupted.")
+
+
+CTRL_C_WHILE_LOADING = """
+import os, signal, sys
+class Loads:
+    def find_spec(self, name, *_):
+        if name == "kvlathe.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Loads())
+from kvlathe.cli.entry import main
+main()
+"""
+
+
+def test_ctrl_c_while_modules_are_loaded_is_quiet() -> None:
+    command = [sys.executable, "-c", CTRL_C_WHILE_LOADING, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_prints_of_libraries_do_not_reach_stdout() -> None:

@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,18 @@ def test_folders_that_are_no_engines_are_told_apart(
         (folder / holds).write_text("{}")
     with pytest.raises(KvlatheError, match=f"(?is){said}"):
         manifests.verify(folder)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_malformed(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building the engine again would not help."""
+
+    def refused(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(manifests, "pieces_digest", refused)
+    with pytest.raises(KvlatheError) as error:
+        manifests.verify(engine)
+    assert error.value.reason == "permission denied"
+    assert error.value.remedy == "let this process read it"
