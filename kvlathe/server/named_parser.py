@@ -125,11 +125,12 @@ class NamedParser(StepReader):
         return True
 
     def _after(self) -> bool:
-        """Pass over the mark that closes a call."""
+        """Pass over the mark that closes a call, if the convention has one."""
         said, after = self._held.lstrip(FILLER), self._convention.after.lstrip(FILLER)
         if after.startswith(said) and said != after:
             return False
-        self._held = said.removeprefix(after)
+        if after:
+            self._held = said.removeprefix(after)
         self._state, self._raw, self._spoke = BETWEEN, "", True
         return True
 

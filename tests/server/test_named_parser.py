@@ -118,6 +118,16 @@ def test_one_text_has_one_reading_however_it_is_cut(
 
 
 @pytest.mark.parametrize("convention", NAMED, ids=ids)
+def test_blanks_between_a_call_and_a_mark_have_one_reading(
+    convention: NamedConvention,
+) -> None:
+    """The mark begins no call: it has no name."""
+    call = written(convention, [("f", {})])
+    text = f"{call}\n{convention.opens}{convention.separator}{{}}"
+    assert read(convention, [text]) == read(convention, [*text])
+
+
+@pytest.mark.parametrize("convention", NAMED, ids=ids)
 def test_text_that_only_looks_like_a_call_is_text(convention: NamedConvention) -> None:
     for text in (
         convention.begin,
