@@ -142,9 +142,8 @@ class Limited:
         path = os.pathsep.join(
             filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
         )
-        words = [sys.executable, "-P", "-m", __name__, *self._target, f"{self.seconds}"]
         return subprocess.Popen(
-            words,
+            [sys.executable, "-P", "-m", __name__, *self._target, f"{self.seconds}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},

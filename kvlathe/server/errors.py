@@ -177,10 +177,12 @@ def handle(app: FastAPI) -> None:
     async def no_file(request: Request, error: Exception) -> JSONResponse:
         if not is_out_of_files(error):
             raise error
-        again = {"Retry-After": str(RETRY_SECONDS)}
-        said = "the server may open no more files just now (ulimit -n)"
-        refused = ApiError(503, said, code="out_of_files", headers=again)
-        return refused.response(request.url.path)
+        return ApiError(
+            503,
+            "the server may open no more files just now (ulimit -n)",
+            code="out_of_files",
+            headers={"Retry-After": str(RETRY_SECONDS)},
+        ).response(request.url.path)
 
     app.add_exception_handler(OSError, no_file)
     app.add_exception_handler(HTTPException, api_error)

@@ -43,8 +43,9 @@ class Turns:
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """The result of ``work``, once it is the client's turn."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        line = self._lines.setdefault(client, deque())
-        line.append(partial(self._start, client, work, result))
+        self._lines.setdefault(client, deque()).append(
+            partial(self._start, client, work, result)
+        )
         self._take_turns()
         return await result
 
@@ -52,8 +53,9 @@ class Turns:
         """Start whatever may run now."""
         while self._lines:
             client = min(self._lines, key=self._running.__getitem__)
-            free = self._threads if self._running[client] else self._most
-            if self._running.total() >= free:
+            if self._running.total() >= (
+                self._threads if self._running[client] else self._most
+            ):
                 return
             line = self._lines.pop(client)
             line.popleft()()

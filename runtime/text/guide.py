@@ -29,6 +29,7 @@ from kvlathe.base.extras import pip_install
 from kvlathe.base.panics import PANIC, refuse_fault
 from kvlathe.runtime.text.compile_queue import CompileQueue, stopped
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
+from kvlathe.runtime.text.schema_numbers import BOUNDS, bound, check_exact
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -407,7 +408,8 @@ def check_settings(schema: dict[str, object]) -> None:
 def without_notes(schema: dict[str, object]) -> dict[str, object]:
     """The schema without what holds an answer to nothing: string formats that
     llguidance does not know, which JSON schema takes as notes, and uniqueItems where it
-    is false. Raises ValueError for names by a pattern: nothing would keep an answer from
+    is false; large bounds are rounded inwards. Raises ValueError for whole numbers that
+    llguidance would round, and for names by a pattern: nothing would keep an answer from
     giving one twice, which readers of JSON take for a fault or overwrite."""
     if schema.get("patternProperties") and schema.get("maxProperties") != 1:
         raise ValueError(
@@ -420,7 +422,10 @@ def without_notes(schema: dict[str, object]) -> dict[str, object]:
 
     def inner(name: str, value: object) -> object:
         if name in VALUES:
+            check_exact(value if name in ("const", "enum") else None)
             return value
+        if name in BOUNDS:
+            return bound(name, value)
         if name in MAPS and isinstance(value, dict):
             return {key: inner("", one) for key, one in value.items()}
         if isinstance(value, list):

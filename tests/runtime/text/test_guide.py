@@ -288,6 +288,55 @@ def test_values_of_a_schema_are_no_notes() -> None:
     assert guide.stopped or allowed(guide) & set(tokenizer().eos_ids)
 
 
+LAST = (1 << 63) - 1024
+"""The last double of 64 bits."""
+
+
+def accepts(schema: dict[str, object], value: object) -> bool:
+    guide = guides().guide(Structure.json(schema))
+    for token in tokenizer().encode(json.dumps(value), add_special_tokens=False):
+        if not guide.asks or token not in allowed(guide):
+            return False
+        guide.accept(token)
+    return guide.stopped or bool(allowed(guide) & set(tokenizer().eos_ids))
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        (
+            {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+            (LAST, -LAST, 0, 1947123456789012345),
+            (1 << 63, -(1 << 63) - 1),
+        ),
+        ({"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, (LAST,), (-1,)),
+        (
+            {"type": "integer", "maximum": (1 << 60) + 1},
+            ((1 << 60), -5),
+            ((1 << 60) + 2,),
+        ),
+        ({"type": "number", "maximum": 1e20}, (0.5, LAST), (10**21,)),
+        ({"const": 1 << 60}, (1 << 60,), ((1 << 60) + 1,)),
+        ({"enum": [[9007199254740991], 0.1]}, ([9007199254740991], 0.1), ([1],)),
+    ],
+)
+def test_numbers_of_many_digits_are_held_to_their_bounds(
+    schema: dict[str, object], inside: tuple[object, ...], outside: tuple[object, ...]
+) -> None:
+    """llguidance reads them as doubles."""
+    assert [accepts(schema, value) for value in inside] == [True] * len(inside)
+    assert not any(accepts(schema, value) for value in outside)
+
+
+@pytest.mark.parametrize("value", [(1 << 60) + 1, 10**20, 0.43126050085335277])
+def test_values_that_a_double_would_round_are_refused(value: float) -> None:
+    for schema in ({"const": value}, {"items": {"enum": [1, {"a": [value]}]}}):
+        with pytest.raises(KvlatheError, match="too many digits: round it"):
+            guides().guide(Structure.json(schema))
+    with pytest.raises(KvlatheError, match="as far as numbers are counted"):
+        guides().guide(Structure.json({"type": "integer", "minimum": 1 << 70}))
+
+
 def test_names_by_a_pattern_are_refused_where_one_could_come_twice() -> None:
     named = {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "integer"}}}
     for schema in (named, {"type": "array", "items": named}):
