@@ -67,6 +67,7 @@ SPARSE = "sparse"
 OF_EXPERTS = (
     *("router", "router_correction", "experts_gate", "experts_up", "experts_down"),
     *("experts_gate_up", "shared_gate", "gate", "up", "down", "gate_up"),
+    *("experts_into", "experts_back"),
 )
 PLAIN = {role: NAMES[role] for role in ("gate", "up", "down")}
 

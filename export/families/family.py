@@ -55,6 +55,9 @@ class Experts:
     jitter: float = 0.0
     before: bool = False
     by_logits: bool = False
+    latent: int = 0
+    """Dims of what experts read and give in place of hidden states: maps
+    ``experts_into`` and ``experts_back`` are before and after all of them. 0: none."""
     beside: bool = False
     """They are beside a dense MLP, and read what it reads before its norm. Roles
     ``router_scale expert_scales experts_in_norm`` are of numbers that enter their maps,

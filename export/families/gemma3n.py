@@ -74,7 +74,8 @@ def gemma3n(config: Gemma3nTextConfig) -> Family:
         factors={"embed": config.hidden_size**0.5, **_factors(config)},
         logit_softcap=config.final_logit_softcapping or 0.0,
         beside=unread(sources),
-        settings=("final_logit_softcapping",),
+        # Its own code leaves query_pre_attn_scalar unread, which checkpoints have.
+        settings=("final_logit_softcapping", "query_pre_attn_scalar"),
     )
 
 

@@ -39,6 +39,10 @@ EXPERTS = {
     "up": OWN + "shared_experts.up_proj",
     "down": OWN + "shared_experts.down_proj",
 }
+LATENT = {
+    "experts_into": OWN + "fc1_latent_proj",
+    "experts_back": OWN + "fc2_latent_proj",
+}
 NO_MLP = ("mlp_norm", *OF_EXPERTS)
 NO_ATTENTION = ("attn_norm", *ATTENTION)
 LACKS = {
@@ -51,19 +55,18 @@ LACKS = {
 
 
 def nemotron_h(config: NemotronHConfig) -> Family:
-    """Raises KvlatheError for experts that read a latent, and for experts with a MLP's
-    biases."""
+    """Raises KvlatheError for experts with a MLP's biases."""
     kinds = list(config.layers_block_type or ())
     has_experts = "moe" in kinds
-    if has_experts and (config.moe_latent_size is not None or config.mlp_bias):
+    if has_experts and config.mlp_bias:
         raise KvlatheError(
-            f"config.json sets moe_latent_size to {config.moe_latent_size} and mlp_bias "
-            f"to {config.mlp_bias}",
+            f"config.json has experts, and sets mlp_bias to {config.mlp_bias}",
             "no record says how such experts compute",
             "choose a Nemotron-H model without them",
         )
+    experts = EXPERTS | (LATENT if config.moe_latent_size is not None else {})
     return Family(
-        names=NAMES | (EXPERTS if has_experts else PLAIN),
+        names=NAMES | (experts if has_experts else PLAIN),
         norm="rms",
         norm_eps=config.layer_norm_epsilon,
         activation=config.mlp_hidden_act,
@@ -87,7 +90,8 @@ def nemotron_h(config: NemotronHConfig) -> Family:
 
 
 def _experts(config: NemotronHConfig) -> Experts:
-    return replace(grouped(config, config.n_routed_experts), gated=False)
+    plain = grouped(config, config.n_routed_experts)
+    return replace(plain, gated=False, latent=config.moe_latent_size or 0)
 
 
 def _mixer(config: NemotronHConfig) -> Mixer:

@@ -16,7 +16,13 @@ from kvlathe.export.model.coded_blocks import CodedExperts, CodedLinear, CodedTa
 from kvlathe.export.model.recurrence import recur
 from kvlathe.export.model.stacked import CURVE_PARTS
 from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
-from kvlathe.layers.experts import ExpertWeights, choose_experts, run_experts
+from kvlathe.layers.experts import (
+    ExpertWeights,
+    choose_experts,
+    given_by_experts,
+    read_by_experts,
+    run_experts,
+)
 from kvlathe.layers.gated import HeadOutputs, HeadPlaces
 from kvlathe.layers.mixers import MixerParts, Spans, SpreadMemory, mix
 from kvlathe.layers.routing import Routing
@@ -146,14 +152,18 @@ class ExpertBlock(nn.Module):
     ) -> None:
         super().__init__()
         count, inner = experts.count, experts.intermediate_size
+        reads = experts.latent or hidden
         self.activation = activation
         self.routing = routing_of(experts)
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
         sizes = {
-            "gate": (hidden, inner),
-            "up": (hidden, inner),
-            "down": (inner, hidden),
+            "gate": (reads, inner),
+            "up": (reads, inner),
+            "down": (inner, reads),
         }
+        if experts.latent:
+            self.into = fixed(torch.empty(hidden, reads, dtype=dtype))
+            self.back = fixed(torch.empty(reads, hidden, dtype=dtype))
         for role, size in sizes.items():
             if role == "gate" and not experts.gated:
                 continue
@@ -166,7 +176,7 @@ class ExpertBlock(nn.Module):
             "router": (count,),
             "gate": (count, 1, inner),
             "up": (count, 1, inner),
-            "down": (count, hidden),
+            "down": (count, reads),
         }
         for name, shape in biases.items() if experts.biased else ():
             setattr(self, f"{name}_bias", fixed(torch.empty(shape, dtype=dtype)))
@@ -193,13 +203,15 @@ class ExpertBlock(nn.Module):
     def _node(self, x: Tensor, weights: ExpertWeights) -> Tensor:
         """A node whose meaning is export/onnx/experts.py."""
         chosen = choose_experts(x, weights, self.routing)
-        return torch.onnx.ops.symbolic(
+        own = read_by_experts(x, weights)
+        given = torch.onnx.ops.symbolic(
             f"kvlathe::{experts_op(self.routing)}",
-            [x, *chosen, *weights.parts],
+            [own, *chosen, *weights.parts],
             dtype=x.dtype,
-            shape=tuple(x.shape),
+            shape=tuple(own.shape),
             version=1,
         )
+        return given_by_experts(given, weights)
 
 
 def experts_op(routing: Routing) -> str:

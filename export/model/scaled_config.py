@@ -169,12 +169,16 @@ def beside(folder: Path) -> Settings | None:
     return said | {"quant_method": "modelopt"}
 
 
+E4M3_NAMES = ("e4m3", "float8_e4m3fn")
+"""How checkpoints call e4m3: DeepSeek's, and MiniMax's."""
+
+
 # -- one reader a method ---------------------------------------------------------------
 def _fp8(said: Settings) -> Scaling:
     """DeepSeek's blocks, or a scale for each map. AutoFP8 names no blocks, and ends
     scales as compressed-tensors does."""
     form = said.get("fmt") or "e4m3"
-    if form != "e4m3" or said.get("expert_dtype") not in (None, "fp8"):
+    if form not in E4M3_NAMES or said.get("expert_dtype") not in (None, "fp8"):
         raise not_read("in FP8 of another form", "weights of e4m3 alone are read")
     inverse, plain = BLOCK, WHOLE
     if "weight_block_size" in said:

@@ -67,9 +67,11 @@ EXPERT_ROLES = {
     "experts.gate": "experts_gate",
     "experts.up": "experts_up",
     "experts.down": "experts_down",
+    "experts.into": "experts_into",
+    "experts.back": "experts_back",
 }
 """The decoder's name of a tensor of a layer's experts -> role. Each tensor holds all
-experts."""
+experts, or is the same for all."""
 NORMS = (
     *("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm"),
     *("dense_norm", "experts_norm", "inputs_out_norm", "inputs_norm"),
@@ -306,14 +308,16 @@ def _stored_shape(
         return (width,), (width,)
     experts = spec.family.experts
     if experts is not None:
-        own = experts.intermediate_size
+        own, reads = experts.intermediate_size, experts.latent or hidden
         shapes = {
             "router": (hidden, experts.count)
             if experts.router_in_out
             else (experts.count, hidden),
-            "experts_gate": (own, hidden),
-            "experts_up": (own, hidden),
-            "experts_down": (hidden, own),
+            "experts_gate": (own, reads),
+            "experts_up": (own, reads),
+            "experts_down": (reads, own),
+            "experts_into": (reads, hidden),
+            "experts_back": (hidden, reads),
         }
         if role in shapes:
             return shapes[role], ()

@@ -31,7 +31,8 @@ class Router(Protocol):
 class ExpertWeights:
     """``router`` [D, E]; ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D]. Biases
     [E], twice [E, 1, I], and [E, D]; or None. ``correction`` [E]: as in ``choose``.
-    Without ``gate`` an expert is a plain MLP."""
+    Without ``gate`` an expert is a plain MLP. Where experts read a latent of L dims,
+    ``into`` [D, L] and ``back`` [L, D]; maps of experts then have L in place of D."""
 
     router: Tensor
     up: Tensor
@@ -42,6 +43,8 @@ class ExpertWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     correction: Tensor | None = None
+    into: Tensor | None = None
+    back: Tensor | None = None
 
     @property
     def parts(self) -> list[Tensor]:
@@ -63,6 +66,7 @@ def run_experts(
     times the chosen ones', which graphs for CPUs compute alone (export/onnx/experts.py).
     """
     values, places = choose_experts(x, weights, routing)
+    x = read_by_experts(x, weights)
     shares = _shares(values, places, weights).to(x.dtype)  # [T, E]
     by_expert = shares.T.unsqueeze(-1)  # [E, T, 1]
     every = x.unsqueeze(0)
@@ -71,7 +75,19 @@ def run_experts(
     else:
         inner = _inner(every, weights, routing, activation) * by_expert
     out = (inner @ weights.down).sum(0)
-    return out if weights.down_bias is None else out + shares @ weights.down_bias
+    if weights.down_bias is not None:
+        out = out + shares @ weights.down_bias
+    return given_by_experts(out, weights)
+
+
+def read_by_experts(x: Tensor, weights: ExpertWeights) -> Tensor:
+    """x [T, D] -> [T, D], or [T, L] where experts read a latent."""
+    return x if weights.into is None else x @ weights.into
+
+
+def given_by_experts(out: Tensor, weights: ExpertWeights) -> Tensor:
+    """The sum of what experts gave, as ``read_by_experts`` -> [T, D]."""
+    return out if weights.back is None else out @ weights.back
 
 
 def run_expert(

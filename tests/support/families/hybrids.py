@@ -125,4 +125,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | GROUPED
         | {"moe_shared_expert_intermediate_size": 40, "n_groups": 1},
     ),
+    "nemotron_h-latent": (
+        "NemotronH",
+        sizes(64, 4, 2, 16, ssm_state_size=12, mamba_num_heads=4, mamba_head_dim=16)
+        | {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
+        | GROUPED
+        | {"moe_shared_expert_intermediate_size": 40, "n_groups": 2}
+        | {"moe_latent_size": 20},
+    ),
 }

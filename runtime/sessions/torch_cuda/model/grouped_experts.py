@@ -97,7 +97,7 @@ def experts_map(
     Raises KvlatheError where their weights are codes, which those kernels alone read."""
     dtype = tensors["router"].dtype
     try:
-        reason = _refusal(dtype)
+        reason = _refusal(dtype, "into" in tensors)
         if not reason:
             grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
             grouped.try_out()
@@ -115,8 +115,10 @@ def experts_map(
     return partial(run_experts, weights=weights, routing=routing, activation=activation)
 
 
-def _refusal(dtype: torch.dtype) -> str:
+def _refusal(dtype: torch.dtype, of_latent: bool) -> str:
     """The reason for which the kernels are not tried; empty where they are."""
+    if of_latent:
+        return "kernels for chosen ones read hidden states, and these read a latent"
     return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
