@@ -29,7 +29,7 @@ from kvlathe.export.families.gemma import gemma, gemma2, gemma3, vaultgemma
 from kvlathe.export.families.gemma3n import gemma3n
 from kvlathe.export.families.gemma4 import gemma4, gemma4_unified
 from kvlathe.export.families.gpt import codegen, gpt_bigcode, gpt_neo, gptj
-from kvlathe.export.families.gpt2 import gpt2
+from kvlathe.export.families.gpt2 import gpt2, openai_gpt
 from kvlathe.export.families.gpt_oss import gpt_oss
 from kvlathe.export.families.granite import (
     granite,
@@ -202,6 +202,7 @@ FAMILIES = {
     "olmo3": olmo3,
     "olmo_hybrid": olmo_hybrid,
     "olmoe": olmoe,
+    "openai-gpt": openai_gpt,
     "opt": opt,
     "persimmon": persimmon,
     "phi": phi,

@@ -34,7 +34,7 @@ def falcon(config: FalconConfig) -> Family:
     if config.alibi:
         raise KvlatheError(
             "the checkpoint uses ALiBi positions",
-            "they add a bias to every score, which cached keys cannot carry",
+            "they add a bias by distance to every score, which attention here does not",
             "choose a Falcon checkpoint with rotary positions",
         )
     new, bias = bool(config.new_decoder_architecture), bool(config.bias)

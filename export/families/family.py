@@ -128,7 +128,8 @@ class Family:
     instead of ``q k v`` (``gate up``) is a fused tensor, no ``gate`` is a plain MLP, no
     ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE. Norms of outputs
     come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
-    attention's norm; with them, attention and MLP read what is there. ``sinks`` names a
+    attention's norm; with them, attention and MLP read what is there. ``attn_sum_norm
+    mlp_sum_norm`` are of the sums with the residual, and what they give is it. ``sinks`` names a
     logit of each query head, ``curve`` the module of a learned activation (xIELU).
     ``out_gate`` maps a layer's input to gates of attention's output, of each dim or of
     each head (``head_gates``); ``q_out_gate`` has q and it in turn, head by head.

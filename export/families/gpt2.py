@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, no RoPE, biases everywhere, fused qkv, weights stored [in,
+"""GPT-1 and GPT-2: learned positions, no RoPE, biases everywhere, fused qkv, weights stored [in,
 out]."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config, GPTBigCodeConfig
+    from transformers import GPT2Config, GPTBigCodeConfig, OpenAIGPTConfig
 
 NAMES = {
     "embed": "transformer.wte",
@@ -23,6 +23,37 @@ NAMES = {
     "norm": "transformer.ln_f",
     "head": "lm_head",
 }
+
+
+GPT1_NAMES = {
+    role: name for role, name in NAMES.items() if role not in ("attn_norm", "mlp_norm")
+} | {
+    "embed": "transformer.tokens_embed",
+    "positions": "transformer.positions_embed",
+    "attn_sum_norm": "transformer.h.{i}.ln_1",
+    "mlp_sum_norm": "transformer.h.{i}.ln_2",
+}
+ACTIVATIONS = {"gelu": "gelu_new", "silu": "silu", "swish": "silu", "relu": "relu"}
+"""GPT-1's names of activations -> those of all others."""
+
+
+def openai_gpt(config: OpenAIGPTConfig) -> Family:
+    """Norms of GPT-1 follow the sums with the residual. The last layer's is the one that
+    the head reads."""
+    last = config.n_layer - 1
+    return Family(
+        names=GPT1_NAMES | {"norm": f"transformer.h.{last}.ln_2"},
+        norm="layer",
+        norm_eps=config.layer_norm_epsilon,
+        activation=ACTIVATIONS.get(config.afn, config.afn),
+        kv_heads=config.n_head,
+        intermediate_size=4 * config.n_embd,
+        lacks={last: ("mlp_sum_norm",)},
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        in_out=True,
+    )
 
 
 def gpt2(config: GPT2Config | GPTBigCodeConfig) -> Family:

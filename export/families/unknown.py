@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 WIRING = "kvlathe must know how its layers are wired"
-BIAS = "its scores have a bias by distance, which cached keys cannot carry"
+BIAS = "its scores have a bias by distance (ALiBi), which attention here does not add"
+SUMMARIES = (
+    "its layers attend summaries of blocks of tokens beside a window, and pages hold "
+    "tokens alone"
+)
 LATENT = "its heads share one latent (MLA), in a way that no record says"
 INDEXER = (
     "an indexer chooses the tokens that each query sees (sparse attention), by keys of "
@@ -40,6 +44,7 @@ BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), DIM_DECAYS),
     **dict.fromkeys(("jamba", "zamba"), NUMBER_DECAYS),
     "bitnet": INNER_NORMS,
+    "deepseek_v4": SUMMARIES,
     "dbrx": CLIPPED,
     "diffllama": DIFFERENCE,
     "recurrent_gemma": STATE,

@@ -34,7 +34,7 @@ from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import keys_of_values, latent_rows, turned_queries
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.rows import Rows
-from kvlathe.layers.streams import Streams, with_given
+from kvlathe.layers.streams import Streams, with_given, with_laurel
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import WeightFormat
 
@@ -104,7 +104,7 @@ def head_places(plan: CompressionPlan, layer: int) -> HeadPlaces:
 
 BESIDE_NORMS = (
     *("dense_norm", "experts_norm", "inputs_out_norm"),
-    *("laurel_norm", "stream_norm"),
+    *("laurel_norm", "stream_norm", "attn_sum_norm", "mlp_sum_norm"),
 )
 """Roles of norms that few families have."""
 
@@ -165,6 +165,8 @@ class DecoderLayer(nn.Module):
     inputs_out_norm: Norm | None
     laurel_norm: Norm | None
     stream_norm: Norm | None
+    attn_sum_norm: Norm | None
+    mlp_sum_norm: Norm | None
 
     def __init__(
         self,
@@ -412,8 +414,12 @@ class DecoderLayer(nn.Module):
             if wanted is not None:
                 predicted = predicted.index_select(0, wanted)
             end = partial(self._end_of_streams, inputs, predicted)
-        laurel = None if self.laurel_left is None else self._laurel
-        return OwnParts(self.v_map, self.dense_norm, experts, laurel, end)
+        if self.mlp_sum_norm is not None:
+            end = self.mlp_sum_norm
+        middle = None
+        if self.laurel_left is not None or self.attn_sum_norm is not None:
+            middle = self._middle
+        return OwnParts(self.v_map, self.dense_norm, experts, middle, end)
 
     def _with_turned(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
@@ -452,11 +458,13 @@ class DecoderLayer(nn.Module):
             first = first * self.stream_scale
         return with_given(streams, self._given(inputs, first))
 
-    def _laurel(self, x: Tensor) -> Tensor:
-        """x [T, D], the layer's normed input."""
+    def _middle(self, attended: Tensor, normed: Tensor) -> Tensor:
+        if self.attn_sum_norm is not None:
+            return self.attn_sum_norm(attended)
         assert self.laurel_left is not None and self.laurel_right is not None
         assert self.laurel_norm is not None
-        return x + self.laurel_norm(self.laurel_right(self.laurel_left(x)))
+        given = self.laurel_norm(self.laurel_right(self.laurel_left(normed)))
+        return with_laurel(attended, normed + given)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.k is None:

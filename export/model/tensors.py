@@ -61,6 +61,8 @@ LAYER_ROLES = (
     "laurel_left",
     "laurel_right",
     "laurel_norm",
+    "attn_sum_norm",
+    "mlp_sum_norm",
 )
 EXPERT_ROLES = {
     "experts.router": "router",
@@ -76,6 +78,7 @@ NORMS = (
     *("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm"),
     *("dense_norm", "experts_norm", "inputs_out_norm", "inputs_norm"),
     *("guess_embed_norm", "guess_hidden_norm", "stream_norm", "laurel_norm"),
+    *("attn_sum_norm", "mlp_sum_norm"),
 )
 LAYER_INPUTS = ("inputs_embed", "inputs_project", "inputs_norm")
 """Roles around the layers of what each layer is given of tokens."""

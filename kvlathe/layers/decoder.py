@@ -30,21 +30,20 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class OwnParts:
-    """Parts that only Gemma 3n and 4 have. ``v_norm``: norms of values. ``dense_norm``: of
+    """Parts that few families have: Gemma 3n and 4, GPT-1. ``v_norm``: norms of values. ``dense_norm``: of
     what the MLP gives, beside ``experts``, which read what it reads before its norm and
-    have norms of their own. ``laurel``: what is added beside attention, of the layer's
-    normed input; the sum is divided by sqrt(2). ``end`` maps what leaves the layer, [T,
-    D]."""
+    have norms of their own. ``middle`` maps the sum with what attention gave and the
+    layer's normed input, [T, D] each, to what the MLP reads and is added to. ``end`` maps
+    what leaves the layer, [T, D]."""
 
     v_norm: RowMap | None = None
     dense_norm: RowMap | None = None
     experts: RowMap | None = None
-    laurel: RowMap | None = None
+    middle: Callable[[Tensor, Tensor], Tensor] | None = None
     end: RowMap | None = None
 
 
 NO_PARTS = OwnParts()
-HALF_POWER = 0.5**0.5
 
 
 class Layer(Protocol):
@@ -145,7 +144,8 @@ def run_layer(
     through theirs first; q is then times ``query_factors`` [T, 1]. Where it has gates of
     outputs, what attention gives is times sigmoid(W_gate n), or its softplus. Where it has norms
     of outputs, those of W_O and W_down pass through theirs before they are added (Gemma
-    2, OLMo 2). Where heads share a latent, ``angles`` turn the last dims of each head's q and
+    2, OLMo 2). In GPT-1 they are of the sums, and what they give is added to (``own``).
+    Where heads share a latent, ``angles`` turn the last dims of each head's q and
     of the one k before ``attend``, which turns nothing. Where QK-norms follow RoPE, they turn
     whole heads before those. A layer that keeps a state adds
     what ``mix`` makes of n, beside attention or in place of it (``attend`` None). A layer
@@ -171,8 +171,8 @@ def run_layer(
     if mixed is not None:
         norm = layer.attn_out_norm
         attended = attended + (mixed if norm is None else norm(mixed))
-    if own.laurel is not None:
-        attended = (attended + own.laurel(normed)) * HALF_POWER
+    if own.middle is not None:
+        attended = own.middle(attended, normed)
     if layer.down is None and layer.experts is None:
         return attended
     if mlp_input is None:
@@ -236,7 +236,8 @@ def _plus_o(layer: Layer, x: Tensor, normed: Tensor, o: Tensor) -> Tensor:
 def _mlp_input(layer: Layer, x: Tensor, normed: Tensor) -> Tensor:
     if layer.mlp_norm is not None:
         return layer.mlp_norm(x)
-    return normed if layer.mlp_out_norm is None else x
+    shares = layer.mlp_out_norm is None and layer.attn_norm is not None
+    return normed if shares else x
 
 
 def _mixture(layer: Layer, x: Tensor) -> Tensor:

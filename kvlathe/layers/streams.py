@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 RowMap = Callable[[Tensor], Tensor]
+HALF_POWER = 0.5**0.5
 LEAST_SQUARE = 1e-5
 """The least mean square of a stream that is scaled."""
 
@@ -43,6 +44,12 @@ class Streams:
 
     def _routed(self, x: Tensor) -> Tensor:
         return self.router(self.norm(x)).float().tanh().to(x.dtype)
+
+
+def with_laurel(attended: Tensor, laurel: Tensor) -> Tensor:
+    """The sum with what attention gave and that of maps beside it, [T, D] each, over
+    sqrt(2) (LAuReL, arXiv 2411.07501)."""
+    return (attended + laurel) * HALF_POWER
 
 
 def with_given(streams: Tensor, given: Tensor) -> Tensor:

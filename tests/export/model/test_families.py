@@ -35,6 +35,8 @@ from tests.support.families.plain import longrope
 from tests.support.families.sizes import latent, sizes
 
 TOLERANCE = 1e-4
+UNCACHED = ("openai-gpt",)
+"""Those whose reference computes every token again for each."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
@@ -72,7 +74,7 @@ def test_every_family_computes_what_transformers_computes(
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [x for x in FAMILIES if x not in UNCACHED])
 def test_layer_runner_shows_what_the_reference_caches(
     name: str, reference: Reference
 ) -> None:

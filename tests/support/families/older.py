@@ -18,6 +18,7 @@ OLD: dict[str, Any] = {
 
 
 OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-gpt": ("OpenAIGPT", OLD | {"n_layer": 3}),
     "stablelm": ("StableLm", sizes(80, 5, 5, use_qkv_bias=True, **QUARTER)),
     "stablelm-parallel-gqa": (
         "StableLm",

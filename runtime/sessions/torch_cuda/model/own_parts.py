@@ -1,4 +1,4 @@
-"""Parts of a layer that only Gemma 3n and 4 have (OwnParts of kvlathe/layers/decoder.py),
+"""Parts of a layer that few families have, Gemma 3n and 4 above all (OwnParts of kvlathe/layers/decoder.py),
 and the embeddings of tokens that each of their layers is given.
 
 Sizes: T packed tokens, R of them that leave a layer, D hidden size, L layers, P dims of a
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlathe.layers.beside import in_table, layer_inputs
 from kvlathe.layers.decoder import NO_PARTS, OwnParts, RowMap
 from kvlathe.layers.rows import Rows
-from kvlathe.layers.streams import Streams, with_given
+from kvlathe.layers.streams import Streams, with_given, with_laurel
 from kvlathe.layers.values import ValueMaps
 from kvlathe.layers.wiring import LayerWiring, Wiring
 
@@ -74,6 +74,8 @@ class LayerParts:
         self.out = tensors.pop("inputs_out.weight", None)
         self.scalar = tensors.pop("scalar", None)
         self.laurel_norm = norm("laurel_norm")
+        self.attn_sum_norm = norm("attn_sum_norm")
+        self.mlp_sum_norm = norm("mlp_sum_norm")
         self.laurel = [
             tensors.pop(f"laurel_{side}.weight", None) for side in ("left", "right")
         ]
@@ -102,10 +104,14 @@ class LayerParts:
             if rows is not None:
                 predicted = predicted.index_select(0, rows)
             end = partial(self._end_of_streams, inputs, predicted)
-        if values is beside is end is None:
+        if self.mlp_sum_norm is not None:
+            end = self.mlp_sum_norm
+        middle = None
+        if self.laurel_norm is not None or self.attn_sum_norm is not None:
+            middle = self._middle
+        if values is beside is middle is end is None:
             return NO_PARTS
-        laurel = None if self.laurel_norm is None else self._laurel
-        return OwnParts(values, self.dense_norm, beside, laurel, end)
+        return OwnParts(values, self.dense_norm, beside, middle, end)
 
     def _values(self, v: Tensor) -> Tensor:
         """v [T, heads * d] -> as Attend takes it."""
@@ -143,11 +149,13 @@ class LayerParts:
             first = first * self.stream_scale
         return with_given(streams, self._given(inputs, first))
 
-    def _laurel(self, x: Tensor) -> Tensor:
-        """x [T, D], the layer's normed input."""
+    def _middle(self, attended: Tensor, normed: Tensor) -> Tensor:
+        if self.attn_sum_norm is not None:
+            return self.attn_sum_norm(attended)
         left, right = self.laurel
         assert left is not None and right is not None and self.laurel_norm is not None
-        return x + self.laurel_norm(x @ left @ right)
+        given = self.laurel_norm(normed @ left @ right)
+        return with_laurel(attended, normed + given)
 
 
 def _streams(
