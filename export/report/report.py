@@ -26,7 +26,7 @@ from kvlathe.export.report.sizes import NAMES, bars
 from kvlathe.export.report.stability import Stability, stability
 from kvlathe.export.report.words import WORDS, anchor, linked
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.measurement import UNMEASURED, Measurement
+from kvlathe.plan.measurement import UNMEASURED, Measurement, bounded
 from kvlathe.plan.plan import CompressionPlan
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -79,7 +79,7 @@ def render(data: ReportData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(cell=cell, human_bytes=human_bytes)
+    environment.filters.update(cell=cell, human_bytes=human_bytes, loss=_loss)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     plan = data.plan
     longest = data.longest or plan.model.max_positions
@@ -225,3 +225,7 @@ def _spectra(evidence: Evidence | None, held: Kept) -> Sequence[Markup]:
         charts.spectrum("spectrum_k", "K (with its queries)", k, held.ranks_k),
         charts.spectrum("spectrum_v", "V", v, held.ranks_v),
     )
+
+
+def _loss(value: float, before: str = "") -> str:
+    return bounded(value, lambda number: before + cell(number))

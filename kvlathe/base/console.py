@@ -40,7 +40,8 @@ LINE_SECONDS = 30.0
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 log = logging.getLogger("kvlathe")
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+_piped = sys.stdout is None or not sys.stdout.isatty()
+out = Console(highlight=False, width=120 if _piped else None)
 err = Console(stderr=True, highlight=False)
 
 _bars: Progress | None = None

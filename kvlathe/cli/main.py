@@ -45,6 +45,10 @@ vLLM, llama.cpp and trtllm-build are translated in docs/migrating.md.
 """
 
 
+LAST_STREAM = 2
+"""The file descriptor of standard error."""
+
+
 def spelling(name: str) -> str:
     """Flags may be written with - or with _, as in --output-dir and --output_dir."""
     return name.replace("_", "-")
@@ -88,9 +92,22 @@ for command in (command for part in PARTS for command in part.COMMANDS):
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``kvlathe`` with ``arguments`` (by default the process's own) and exit."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may be bytes
     sys.exit(run(arguments))
+
+
+def _open_streams() -> None:
+    """Lead standard streams that were closed nowhere: else the next file that is opened
+    would be one of them, and take what is printed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= LAST_STREAM:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ It stands in the manifest, so this module imports the standard library alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlathe.plan.json_fields import Count, Positive
@@ -25,6 +25,9 @@ is being filled, which are in 16 bit, are much of what was read."""
 MOST = 1e12
 """Stands for numbers beyond it, and for those that are none: JSON has no
 infinity."""
+MOST_LOG = math.log(MOST) - 1e-9
+"""Logarithm of what is as good as MOST: exp(log(MOST)) may be a little less."""
+UNBOUNDED = "without bound"
 UNMEASURED = "not measured"
 
 
@@ -53,8 +56,9 @@ class LengthLoss:
     def words(self) -> str:
         """``KL 0.0021, same token 96.1 %, perplexity x1.004, exercises 22 of 22 kept``."""
         said = (
-            f"KL {_number(self.kl, '.2g')}, same token {100 * self.same_token:.1f} %, "
-            f"perplexity x{_number(self.perplexity_ratio, '.4g')}"
+            f"KL {bounded(self.kl, '{:.2g}'.format)}, "
+            f"same token {100 * self.same_token:.1f} %, "
+            f"perplexity {bounded(self.perplexity_ratio, 'x{:.4g}'.format)}"
         )
         if self.exercises:
             said += f", exercises {self.kept:,} of {self.exercises:,} kept"
@@ -87,7 +91,7 @@ class Measurement:
             scored,
             kl,
             same,
-            finite(math.exp(min(ratio / scored, math.log(MOST)))),
+            MOST if ratio / scored >= MOST_LOG else math.exp(ratio / scored),
             sum(one.exercises for one in self.lengths),
             sum(one.kept for one in self.lengths),
         )
@@ -146,5 +150,6 @@ def finite(value: float) -> float:
     return min(value, MOST) if math.isfinite(value) else MOST
 
 
-def _number(value: float, form: str) -> str:
-    return "without bound" if value >= MOST else format(value, form)
+def bounded(value: float, say: Callable[[float], str]) -> str:
+    """A loss as ``say`` writes it, or in words that it has no bound."""
+    return UNBOUNDED if value >= MOST else say(value)

@@ -218,7 +218,7 @@ class SamplingFields(TypedDict, total=False):
 
 
 OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_token_ids": "stop_ids"}
-"""What other programs call a field -> its name here."""
+"""Fields as other programs call them -> their names here."""
 
 
 def made_of(fields: SamplingFields) -> SamplingParams:

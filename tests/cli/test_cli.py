@@ -230,6 +230,17 @@ def test_the_root_script_is_the_build_command() -> None:
     assert done.returncode == 0 and "Usage: kvlathe build" in done.stdout
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_lead_nowhere(closed: str) -> None:
+    program = f"{shlex.quote(sys.executable)} -m kvlathe"
+    for command, code in (("methods --json", 0), ("inspect nowhere", 1)):
+        line = f"{program} {command} {closed}"
+        done = subprocess.run(
+            line, shell=True, cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code and "Traceback" not in done.stderr
+
+
 def test_ctrl_c_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL, Budget
-from kvlathe.plan.measurement import LengthLoss, Measurement
+from kvlathe.plan.measurement import MOST, LengthLoss, Measurement
 from kvlathe.plan.memory import bytes_left, memory_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.stages import Stage
@@ -252,6 +252,15 @@ def test_accuracy_comes_first_and_beside_the_uncompressed_model() -> None:
     assert "at 1,024 and 4,096 tokens of held-out text" in cards
     assert "most at 4,096: KL 0.0381" in cards
     assert "62 of 64" in text and "none asked" in text
+
+
+def test_a_loss_without_bound_is_no_number_of_the_page() -> None:
+    lost = LengthLoss(1024, 2, 2046, MOST, 0.0, MOST)
+    text = words(
+        dataclasses.replace(make_data(), loss=Measurement((lost,), "", "", "", 1.0))
+    )
+    assert "KL without bound" in prose(text) and "000,000" not in prose(text)
+    assert "perplexity without bound" in lost.words
 
 
 def test_bits_are_said_with_and_without_scales() -> None:
