@@ -26,7 +26,7 @@ import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import optimizer
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from kvlathe.base.console import log
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
@@ -165,10 +165,19 @@ def trace(
         )
     assert exported is not None
     model = exported.model
-    optimizer.fold_constants(model)  # TensorRT wants axes and ranges spelled out
+    # TensorRT wants axes and ranges spelled out.
+    optimizer.fold_constants(model, should_fold=_unless_of_weights)
     RemoveUnusedNodesPass()(model)
     _tidy(model, decoder)
     return model
+
+
+def _unless_of_weights(node: ir.Node) -> bool | None:
+    """False for a node that reads a weight, which has no values yet, however small it is:
+    norms of 16 bit are widened. None elsewhere: the optimizer decides."""
+    given = [None if value is None else value.const_value for value in node.inputs]
+    raw = [getattr(one, "raw", None) for one in given]
+    return False if any(isinstance(x, FakeTensor) for x in raw) else None
 
 
 def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:

@@ -37,7 +37,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from tests.export.attention.test_attend import eager, observed_mass
 from tests.support.attend_cases import VIEWS, Case, cases, plan_of
-from tests.support.checkpoints import make
+from tests.support.checkpoints import make, whole_plan
 from tests.support.nightly import rest_nightly
 
 LETTERS = {
@@ -439,3 +439,15 @@ def test_foreign_weights_are_refused(
         with pytest.raises(KvlatheError):
             export_onnx(checkpoint.spec, plan, spoiled, tmp_path / "engine")
     assert len(graphs) == 1
+
+
+def test_norms_of_16_bit_are_widened_in_the_graph(tmp_path: Path) -> None:
+    """Their weights are few, and have no values while a graph is traced: nothing may be
+    computed of them alone."""
+    make(tmp_path, "gpt2")
+    spec = Checkpoint(tmp_path).spec
+    plan = whole_plan(spec, bits=16)
+    graph = model_of.trace(spec, plan, torch.float16, OPSET).graph
+    kinds = {node.op_type for node in graph}
+    assert {"Cast", "LayerNormalization"} <= kinds
+    assert "norm.weight" in graph.initializers
