@@ -83,7 +83,15 @@ from kvlathe.export.families.norms_after import (
     olmo2,
     olmo3,
 )
-from kvlathe.export.families.older import biogpt, gpt_neox, opt, persimmon, phi, xglm
+from kvlathe.export.families.older import (
+    biogpt,
+    gpt_neox,
+    gpt_neox_japanese,
+    opt,
+    persimmon,
+    phi,
+    xglm,
+)
 from kvlathe.export.families.other_names import OTHER_NAMES, RECORD, as_known
 from kvlathe.export.families.parts import TEXT_PARTS, TextPart
 from kvlathe.export.families.phi3 import phi3, phi4_multimodal
@@ -158,6 +166,7 @@ FAMILIES = {
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,
     "gpt_neox": gpt_neox,
+    "gpt_neox_japanese": gpt_neox_japanese,
     "gpt_oss": gpt_oss,
     "gptj": gptj,
     "granite": granite,

@@ -153,6 +153,8 @@ class Family:
     """The layer whose keys and values each layer reads; empty: its own."""
     qkv_bias: bool = False
     out_bias: bool = False
+    out_bias_in: tuple[int, ...] = ()
+    """The layers whose W_O has a stored bias, where not all have; empty: all."""
     mlp_bias: bool = False
     parallel: bool = False
     """The MLP reads the layer's input, not the attention's output; both are added to

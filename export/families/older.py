@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import (
         BioGptConfig,
         GPTNeoXConfig,
+        GPTNeoXJapaneseConfig,
         OPTConfig,
         PersimmonConfig,
         PhiConfig,
@@ -124,6 +125,25 @@ def gpt_neox(config: GPTNeoXConfig) -> Family:
         parallel=config.use_parallel_residual,
         grouped_qkv=True,
         partial_rotary=True,
+    )
+
+
+def gpt_neox_japanese(config: GPTNeoXJapaneseConfig) -> Family:
+    """Maps have no biases, but for the last layer's W_O."""
+    names = NEOX_NAMES.items()
+    return Family(
+        names={x: at.replace("gpt_neox", "gpt_neox_japanese") for x, at in names}
+        | {"norm": "gpt_neox_japanese.final_layer_norm"},
+        norm="layer",
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_attention_heads,
+        intermediate_size=int(config.hidden_size * config.intermediate_multiple_size),
+        out_bias=True,
+        out_bias_in=(config.num_hidden_layers - 1,),
+        grouped_qkv=True,
+        partial_rotary=True,
+        spellings={"attention.dense.bias": "attention.dense_bias"},
     )
 
 

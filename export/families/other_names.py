@@ -35,9 +35,23 @@ RECORD = "kvlathe_record"
 """The setting that names a record, where it is not that of the model type."""
 
 
+OLD_ROPES = {"su": "longrope"}
+"""Old names of rotations, as the first folders of Phi-3 have them."""
+
+
+def _with_known_rope(raw: Mapping[str, object]) -> Mapping[str, object]:
+    rope = raw.get("rope_scaling")
+    if not isinstance(rope, dict):
+        return raw
+    said = cast("Mapping[str, object]", rope)
+    known = OLD_ROPES.get(str(said.get("type")))
+    return raw if known is None else {**raw, "rope_scaling": {**said, "type": known}}
+
+
 def as_known(raw: Mapping[str, object]) -> dict[str, object]:
     """The settings of a config.json as transformers would have them. Raises KvlatheError
     for DeepSeek-VL2, whose heads share a latent."""
+    raw = _with_known_rope(raw)
     given = raw.get("model_type")
     other = OTHER_NAMES.get(given) if isinstance(given, str) else None
     if other is None:

@@ -147,7 +147,8 @@ def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
 
 def made(spec: DecoderSpec, name: str) -> Tensor | None:
     """The decoder's tensor ``name``, where no checkpoint stores it: weights of norms
-    that have none, the bias of a layer norm that has none, positions of sines."""
+    that have none, the bias of a layer norm or of a map that has none, positions of
+    sines."""
     layer, role, kind = split_name(name)
     family = spec.family
     if role in NORMS:
@@ -158,6 +159,9 @@ def made(spec: DecoderSpec, name: str) -> Tensor | None:
     unweighted = role in QK_NORMS and not family.qk_norm_weight
     if unweighted and layer is not None and kind == "weight":
         return torch.ones(qk_norm_width(spec, role, layer))
+    lacks = layer is not None and family.out_bias_in and layer not in family.out_bias_in
+    if lacks and role == "o" and kind == "bias":
+        return torch.zeros(spec.hidden_size)
     if role == "positions" and kind == "weight" and family.sinusoidal:
         return _sines(spec)
     return None
@@ -288,7 +292,7 @@ def _shapes_of(
         for expert in range(experts if "{e}" in name else 1):
             at = name.replace("{i}", str(layer)).replace("{e}", str(expert))
             shapes[f"{at}.weight"] = weight
-            if has_bias(spec, role):
+            if has_bias(spec, role) and made(spec, f"{lead}{role}.bias") is None:
                 shapes[f"{at}.bias"] = bias
     return shapes
 

@@ -94,12 +94,13 @@ NEMOTRON = config("nemotron_h", 8, 32, 2, 4096, 2688, 262144) | {
     "use_mamba_kernels": True,
     "partial_rotary_factor": 1.0,
 }
+LONGROPE: dict[str, Any] = {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
 PHI = config("phi3", 32, 32, 32, 3072, 8192, 131072) | {
     "original_max_position_embeddings": 4096,
     "sliding_window": 262144,
-    "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48}
-    | {"short_factor": [1.0] * 48},
+    "rope_scaling": LONGROPE | {"type": "longrope"},
 }
+OLD_PHI = PHI | {"rope_scaling": LONGROPE | {"type": "su"}}
 OF_QWEN = {"type": "mrope", "mrope_section": [16, 24, 24]}
 QWEN_VL = config("qwen2_vl", 28, 28, 4, 3584, 18944, 32768, rope_scaling=OF_QWEN)
 QWEN_VL |= {"vision_config": {"depth": 32, "embed_dim": 1280}, "vocab_size": 152064}
@@ -136,6 +137,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
     "Llama 1": (FIRST_LLAMA, (32, 32, 32, 128)),
     "MiniMax M2": (MINIMAX, (62, 48, 8, 128)),
     "Nemotron 3 Super": (NEMOTRON, (8, 32, 2, 128)),
+    "Phi 3, first form": (OLD_PHI, (32, 32, 32, 96)),
     "Phi 3.5": (PHI, (32, 32, 32, 96)),
     "Qwen2 VL": (QWEN_VL, (28, 28, 4, 128)),
 }

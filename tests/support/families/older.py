@@ -81,6 +81,11 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         sizes(64, 4, 4, use_parallel_residual=False, rotary_pct=1.0),
     ),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapanese",
+        {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4}
+        | {"num_hidden_layers": 3, "rotary_pct": 0.5, "max_position_embeddings": 512},
+    ),
     "opt": ("OPT", sizes(64, 4, 4, ffn_dim=88, word_embed_proj_dim=64)),
     "gpt2": (
         "GPT2",
