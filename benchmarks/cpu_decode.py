@@ -1,6 +1,6 @@
 """Decode and prefill on the CPU: our engines, natively and on the ONNX function,
-transformers, ONNX Runtime GenAI. Beside them what no runner passes: reading the bytes
-that a token needs.
+transformers, ONNX Runtime GenAI, llama.cpp. Beside them what no runner passes: reading
+the bytes that a token needs.
 
   kvlathe build --model M --output-dir out/none kvlathe build --model M --output-dir
   out/fdc --compression fdc --removal-rate 0.15 python -m
@@ -8,10 +8,19 @@ that a token needs.
   benchmarks/cpu_decode.py native:out/none native:out/fdc function:out/none
   transformers:M genai:out/genai reads:out/none reads:out/fdc
 
+  kvlathe build --model M.gguf --output-dir out/int4 --weights int4 python
+  benchmarks/cpu_decode.py native:out/int4 llama:M.gguf llama-q8_0:M.gguf --contexts 512
+  2048 8192
+
 One prompt of real text, greedy. Each runner is a process of its own: nothing is shared
 but the machine. A round measures every runner once, rounds are repeated, the best of
-each cell is kept: other load only slows. Decode tokens/s counts all that happens
-between two tokens; prefill is the time to the first token.
+each cell is kept: other load only slows. One thread is timed by its processor time.
+Decode tokens/s counts all that happens between two tokens; prefill is the time to the
+first token.
+
+``llama``: llama.cpp by its Python package, with flash attention and a cache in 16 bits;
+``llama-q8_0``: in its 8 bits. The package may lie in a folder of its own, which
+PYTHONPATH names. It gets the same token ids, by llama_decode.
 
 ``reads``: an engine's weights and the pages of the context are summed up by torch, and
 nothing else is done.
@@ -24,11 +33,13 @@ import contextlib
 import json
 import math
 import os
+import queue
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +47,48 @@ from benchmarks.support.commands import DATA, ROOT, parser_of
 
 Runner = Callable[[list[int], int], tuple[float, float]]
 """(prompt, new tokens) -> (prefill seconds, decode tokens a second)."""
+Clock = Callable[[], float]
 
 
 def engine(path: Path, threads: int) -> Runner:
     from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.requests.request import Delta
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
     llm = LLM.load(path, threads=threads, verify=False)
 
     def run(prompt: list[int], new: int) -> tuple[float, float]:
-        timings = llm.generate(
-            [prompt], SamplingParams(max_new_tokens=new + 1, ignore_eos=True)
-        )[0].timings
-        return timings.prefill_seconds, timings.decode_tokens_per_second
+        inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        params = SamplingParams(max_new_tokens=new + 1, ignore_eos=True)
+        sequence = llm.sequence(prompt, params)
+
+        def prefill() -> None:
+            llm.thread.submit([sequence], inbox.put)
+            step()
+
+        def step() -> None:
+            if error := inbox.get().error:
+                raise error
+
+        return timed(prefill, step, new, clock_of(threads))
 
     return run
 
 
+def clock_of(threads: int) -> Clock:
+    """One thread is timed by its processor time: the work of others does not count."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
 def timed(
-    prefill: Callable[[], None], step: Callable[[], None], new: int
+    prefill: Callable[[], None], step: Callable[[], None], new: int, clock: Clock
 ) -> tuple[float, float]:
-    start = time.perf_counter()
+    start = clock()
     prefill()
-    first = time.perf_counter()
+    first = clock()
     for _ in range(new):
         step()
-    return first - start, new / (time.perf_counter() - first)
+    return first - start, new / (clock() - first)
 
 
 def transformers(path: Path, threads: int) -> Runner:
@@ -84,7 +111,7 @@ def transformers(path: Path, threads: int) -> Runner:
             ).logits
             ids = logits[:, -1:].argmax(-1)
 
-        return timed(step, step, new)
+        return timed(step, step, new, clock_of(threads))
 
     return run
 
@@ -106,7 +133,53 @@ def genai(path: Path, threads: int) -> Runner:
             generator.append_tokens(prompt)
             generator.generate_next_token()
 
-        return timed(prefill, generator.generate_next_token, new)
+        return timed(prefill, generator.generate_next_token, new, clock_of(threads))
+
+    return run
+
+
+def llama(path: Path, threads: int, cache: str = "F16") -> Runner:
+    import llama_cpp
+    import numpy as np
+
+    cells = getattr(llama_cpp, f"GGML_TYPE_{cache}")
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=len(prompt) + new + 2,
+            n_batch=2048,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,
+            type_k=cells,
+            type_v=cells,
+            verbose=False,
+        )
+        size = model.n_vocab()
+
+        def step(ids: list[int]) -> list[int]:
+            given = (llama_cpp.llama_token * len(ids))(*ids)
+            batch = llama_cpp.llama_batch_get_one(given, len(ids))
+            if llama_cpp.llama_decode(model.ctx, batch):
+                raise RuntimeError(f"llama.cpp did not take {len(ids)} tokens")
+            logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+            return [int(np.ctypeslib.as_array(logits, (size,)).argmax())]
+
+        def prefill() -> None:
+            nonlocal last
+            for at in range(0, len(prompt), model.n_batch):
+                last = step(prompt[at : at + model.n_batch])
+
+        def decode() -> None:
+            nonlocal last
+            last = step(last)
+
+        last = step(prompt[:1])  # reads the weights once
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(model.ctx), True)
+        result = timed(prefill, decode, new, clock_of(threads))
+        model.close()
+        return result
 
     return run
 
@@ -128,7 +201,7 @@ def reads(path: Path, threads: int) -> Runner:
             weights.sum()
             pages.sum()
 
-        return timed(step, step, new)
+        return timed(step, step, new, clock_of(threads))
 
     return run
 
@@ -149,11 +222,13 @@ def weight_bytes(path: Path) -> int:
 
 
 PRODUCTS = ("MatMul", "Gemm")
-RUNNERS = {
+RUNNERS: dict[str, Callable[[Path, int], Runner]] = {
     "native": engine,
     "function": engine,
     "transformers": transformers,
     "genai": genai,
+    "llama": llama,
+    "llama-q8_0": partial(llama, cache="Q8_0"),
     "reads": reads,
 }
 

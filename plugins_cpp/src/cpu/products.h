@@ -36,22 +36,30 @@ struct Product {
   bool add;
 };
 
-// M rows by V vectors of c, kept in registers.
+// M rows by V vectors of c, kept in registers: GCC 12 puts them into memory where a loop that fills
+// them is not unrolled at once.
 template <int M, int V, class B>
 void tile(const Product<B>& p) {
   Floats c[M][V];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) c[m][v] = p.add ? load(p.c + m * p.ldc + v * kLanes) : Floats{};
   }
   for (int k = 0; k < p.k; ++k) {
     Floats b[V];
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) b[v] = element(p.b + k * p.ldb + v * kLanes);
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Floats a = all(p.a[m * p.lda + k]);
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) c[m][v] += a * b[v];
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) store(p.c + m * p.ldc + v * kLanes, c[m][v]);
   }
 }

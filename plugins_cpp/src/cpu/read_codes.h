@@ -33,28 +33,24 @@ namespace {
 
 // How elements of a row are loaded. bytes: of each, where it is spread; 0: it is read as it lies.
 struct Singles {
-  static constexpr bool quantized = false, minima = false;
-  static constexpr int bytes = 0;
   static Floats get(const uint8_t* row, int i) {
     return load(reinterpret_cast<const float*>(row) + i);
   }
 };
 struct Halves {
-  static constexpr bool quantized = false, minima = false;
-  static constexpr int bytes = 0;
   static Floats get(const uint8_t* row, int i) {
     return load_half(reinterpret_cast<const uint16_t*>(row) + i);
   }
 };
 // Codes that are spread over a byte each.
 struct ByteCodes {
-  static constexpr bool quantized = true, minima = true;
+  static constexpr bool minima = true;
   static constexpr int bytes = 1;
   static Floats get(const uint8_t* row, int i) { return load_bytes(row + i); }
 };
 // Floats of 8 bits that are spread over a half each, 2^8 times smaller (small_half_of).
 struct SmallHalves {
-  static constexpr bool quantized = true, minima = false;
+  static constexpr bool minima = false;
   static constexpr int bytes = 2;
   static Floats get(const uint8_t* row, int i) { return Halves::get(row, i); }
 };
@@ -164,14 +160,74 @@ inline void spread_floats(const uint8_t* codes, int count, uint8_t* out) {
   }
 }
 
-// Four rows (those past the last repeat it) times M rows of x.
+// Four rows of floats times M rows of x, all sums in registers.
+template <class Element, int M>
+void dot4_floats(const uint8_t* const* at, int inner, const float* x, int64_t ldx, float* out,
+                 int64_t ldo) {
+  Floats total[M][4];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) total[m][j] = Floats{};
+  }
+  for (int i = 0; i < inner; i += kLanes) {
+    const Floats row[4] = {Element::get(at[0], i), Element::get(at[1], i), Element::get(at[2], i),
+                           Element::get(at[3], i)};
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = load(x + m * ldx + i);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) total[m][j] += factor * row[j];
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+    sums(total[m][0], total[m][1], total[m][2], total[m][3], out + m * ldo);
+}
+
+// M of them at a time; what is left, fewer.
+template <class Element, int M>
+void dot4_all(const uint8_t* const* at, int inner, const float* x, int64_t ldx, float* out,
+              int64_t ldo, int m) {
+  for (; m >= M; m -= M, x += M * ldx, out += M * ldo)
+    dot4_floats<Element, M>(at, inner, x, ldx, out, ldo);
+  if constexpr (M > 1) dot4_all<Element, M - 1>(at, inner, x, ldx, out, ldo, m);
+}
+
+// Rows that are floats as they lie.
+template <class Element>
+void dots_of_floats(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t ldo, int m,
+                    bool add) {
+  constexpr int kMost = 4;  // results of x's rows that are copied at once
+  for (int r = 0; r < rows.rows; r += 4) {
+    const int count = rows.rows - r < 4 ? rows.rows - r : 4;
+    fetch_ahead(rows, r, 4);
+    const uint8_t* at[4];
+    for (int j = 0; j < 4; ++j) at[j] = rows.data + (r + (j < count ? j : count - 1)) * rows.stride;
+    if (count == 4 && !add) {
+      dot4_all<Element, kDotRows>(at, rows.inner, x, ldx, out + r, ldo, m);
+      continue;
+    }
+    for (int i = 0; i < m; i += kMost) {
+      float result[kMost][4];
+      const int together = m - i < kMost ? m - i : kMost;
+      dot4_all<Element, kDotRows>(at, rows.inner, x + i * ldx, ldx, result[0], 4, together);
+      for (int k = 0; k < together; ++k) {
+        float* to = out + (i + k) * ldo + r;
+        for (int j = 0; j < count; ++j) to[j] = add ? to[j] + result[k][j] : result[k][j];
+      }
+    }
+  }
+}
+
+// Four rows of codes (those past the last repeat it) times M rows of x.
 template <class Element, int M>
 void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* meta, const float* x,
           int64_t ldx, const float* sums_of_x, float (*out)[4]) {
   Floats total[M][4] = {};
   float constant[M][4] = {};
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
-    end = Element::quantized ? group_end(rows, chunk) : rows.inner / 16;
+    end = group_end(rows, chunk);
     Floats part[M][4] = {};
     for (int i = 16 * chunk; i < 16 * end; i += kLanes) {
       const Floats row[4] = {Element::get(at[0], i), Element::get(at[1], i), Element::get(at[2], i),
@@ -183,9 +239,9 @@ void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* met
     }
     for (int j = 0; j < 4; ++j) {
       const int group = rows.group_of[chunk];
-      const Affine own = Element::quantized ? affine_of(rows, meta[j], group) : Affine{1.f, 0.f};
+      const Affine own = affine_of(rows, meta[j], group);
       for (int m = 0; m < M; ++m) {
-        total[m][j] += Element::quantized ? part[m][j] * own.scale : part[m][j];
+        total[m][j] += part[m][j] * own.scale;
         if (Element::minima) constant[m][j] += own.minimum * sums_of_x[m * 64 + group];
       }
     }
@@ -231,8 +287,8 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
 
 void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
           bool again, float* scratch) {
-  if (is_single(rows.bits)) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
-  if (is_half(rows.bits)) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
+  if (is_single(rows.bits)) return dots_of_floats<Singles>(rows, x, ldx, out, ldo, m, add);
+  if (is_half(rows.bits)) return dots_of_floats<Halves>(rows, x, ldx, out, ldo, m, add);
   if (has_floats(rows.coding)) return dots_as<SmallHalves>(rows, x, ldx, out, ldo, m, add, scratch);
 #if defined(__AVX2__) || defined(KVLATHE_NEON)
   integer_dots(x, ldx, rows, out, ldo, m, add, again, scratch);
@@ -286,17 +342,27 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
   return out;
 }
 
+// A few rows at a time: between them the next slab is fetched.
+void mix_of_halves(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
+                   bool add) {
+  constexpr int kTogether = 16;
+  const auto* halves = reinterpret_cast<const uint16_t*>(rows.data);
+  for (int r = 0; r < rows.rows; r += kTogether) {
+    const int count = rows.rows - r < kTogether ? rows.rows - r : kTogether;
+    const int64_t ldb = rows.stride / 2;
+    fetch_ahead(rows, r, count);
+    const Product<uint16_t> product{x + r, halves + r * ldb, out, ldx, ldb, ldo, count, add || r};
+    multiply_as(product, m, rows.inner);
+  }
+}
+
 void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
          float* scratch) {
 #if defined(__AVX2__) || defined(KVLATHE_NEON)
   if (is_quantized(rows.bits) && is_whole(rows.coding))
     return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
 #endif
-  if (is_half(rows.bits)) {
-    const auto* halves = reinterpret_cast<const uint16_t*>(rows.data);
-    const Product<uint16_t> product{x, halves, out, ldx, rows.stride / 2, ldo, rows.rows, add};
-    return multiply_as(product, m, rows.inner);
-  }
+  if (is_half(rows.bits)) return mix_of_halves(x, ldx, rows, out, ldo, m, add);
   int64_t ld;
   const float* unpacked = unpack(rows, scratch, &ld);
   multiply(x, ldx, unpacked, ld, out, ldo, m, rows.inner, rows.rows, add);

@@ -20,15 +20,15 @@ namespace kvlathe {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4;
+constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4, kDotRows = 4;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2;
+constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2, kDotRows = 2;
 #elif defined(KVLATHE_SVE)
-constexpr int kLanes = __ARM_FEATURE_SVE_BITS / 32, kTileRows = 6, kTileVectors = 4;
+constexpr int kLanes = __ARM_FEATURE_SVE_BITS / 32, kTileRows = 6, kTileVectors = 4, kDotRows = 4;
 #elif defined(KVLATHE_NEON)
-constexpr int kLanes = 4, kTileRows = 6, kTileVectors = 4;
+constexpr int kLanes = 4, kTileRows = 6, kTileVectors = 4, kDotRows = 4;
 #else
-constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2;
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2, kDotRows = 2;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
