@@ -225,7 +225,9 @@ def add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={401: ERRORS[401]}, tags=["OpenAI"])
     async def models() -> ModelList:
         """The model that is served, and the adapters that requests may name."""
-        return ModelList(data=[service.card(name) for name in service.models])
+        names = service.models
+        cards = [service.card(name) for name in names]
+        return ModelList(data=cards, first_id=names[0], last_id=names[-1])
 
     @app.get(
         "/v1/models/{name:path}",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from kvlathe.base.errors import Asleep, Busy, EngineStopped, KvlatheError
@@ -25,6 +27,7 @@ TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+TOO_LONG = "context_length_exceeded"
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -102,6 +105,8 @@ class ApiError(HTTPException):
             "invalid_request_error" if self.status_code < 500 else "api_error",
         )
         said = self.body["error"]["message"]
+        if self.code == TOO_LONG:  # the words that its clients look for
+            said = f"prompt is too long: {said}"
         return {"type": "error", "error": {"type": kind, "message": said}}
 
     def response(self, path: str) -> JSONResponse:
@@ -123,7 +128,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
         code = "shutting_down" if isinstance(error, EngineStopped) else "out_of_memory"
         return ApiError(503, str(error), code=code, headers=again)
     if "is too long" in error.fact or "does not fit" in error.fact:
-        return ApiError(400, f"{param}: {error}", param, "context_length_exceeded")
+        return ApiError(400, f"{param}: {error}", param, TOO_LONG)
     return ApiError(
         400, f"{param}: {error}" if param else str(error), param, "invalid_value"
     )
@@ -144,7 +149,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 def unfit(error: ValidationError, fields: Mapping[str, object]) -> ApiError:
     """400 for a chat with ``fields`` that another API's request cannot become."""
     first = error.errors()[0]
-    param = ".".join(field_of(first["loc"], fields)) or None
+    param = ".".join(field_of(first["loc"], fields)) or blamed(first, fields)
     said = first["msg"] if param is None else f"{param}: {first['msg']}"
     return ApiError(400, said, param, "invalid_value")
 
@@ -165,9 +170,12 @@ def handle(app: FastAPI) -> None:
             error, ApiError
         ):  # no such path, method not allowed, a body that breaks off
             said = str(error.detail)
+            path, headers = f"{request.url.path:.200}", dict(error.headers or {})
             if error.status_code == 404:
-                said = f"there is no {request.url.path:.200}: {paths_of(app)}"
-            error = ApiError(error.status_code, said, headers=dict(error.headers or {}))
+                said = f"there is no {path}: {paths_of(app)}"
+            if error.status_code == 405:
+                said = f"{path} takes {headers.get('Allow')}, not {request.method}"
+            error = ApiError(error.status_code, said, headers=headers)
         return error.response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
@@ -208,9 +216,7 @@ def invalid_request(error: RequestValidationError) -> ApiError:
         for e in error.errors()
         if e["loc"][:2] == first["loc"][:2]
     ]
-    path, worst = max(
-        same, key=lambda entry: (entry[1]["type"] == "too_long", len(entry[0]))
-    )
+    path, worst = max(same, key=lambda entry: (*weight(entry[1]), len(entry[0])))
     if isinstance(error.body, bytes):
         return ApiError(
             400,
@@ -218,7 +224,7 @@ def invalid_request(error: RequestValidationError) -> ApiError:
             None,
             "invalid_json",
         )
-    param = ".".join(path) or None
+    param = ".".join(path) or blamed(worst, error.body)
     if worst["type"] == "extra_forbidden":
         return ApiError(
             400,
@@ -230,9 +236,25 @@ def invalid_request(error: RequestValidationError) -> ApiError:
         "missing": "missing_required_parameter",
         "unsupported": "unsupported_parameter",
     }.get(worst["type"])
-    return ApiError(
-        400, f"{param or 'body'}: {worst['msg']}", param, code or "invalid_value"
-    )
+    said = worst["msg"]
+    if worst["type"] == "literal_error":
+        given = json.dumps(worst["input"], ensure_ascii=False)
+        said = f"{given:.80} is not taken here. {said}"
+    return ApiError(400, f"{param or 'body'}: {said}", param, code or "invalid_value")
+
+
+def weight(fault: ErrorDetails) -> tuple[bool, bool]:
+    """What is said first of several faults: that something is too long, then that its
+    type is none of ours, since its other fields are then not ours either."""
+    of_a_type = fault["type"] == "literal_error" and fault["loc"][-1] == "type"
+    return fault["type"] == "too_long", of_a_type
+
+
+def blamed(fault: ErrorDetails, body: object) -> str | None:
+    """The field that is at fault where several together are: such faults have its name
+    as their type."""
+    kind = fault["type"]
+    return kind if isinstance(body, dict) and kind in body else None
 
 
 def field_of(loc: Sequence[str | int], body: Any) -> list[str]:  # noqa: ANN401

@@ -18,7 +18,7 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.call_form import CallForm, form_of
 from kvlathe.server.choices import Chat, Completions, Echo, Kind
 from kvlathe.server.conventions import HERMES, Calling
-from kvlathe.server.errors import ApiError, refusal
+from kvlathe.server.errors import TOO_LONG, ApiError, refusal
 from kvlathe.server.fields import Json
 from kvlathe.server.harmony import name_thoughts, shown_by
 from kvlathe.server.manner import (
@@ -213,7 +213,7 @@ class Jobs:
         if not called or calling is None:
             structure = manner.structure(params.structure, False)
             return dataclasses.replace(params, structure=structure)
-        several = request.parallel_tool_calls is not False
+        several = request.may_call_again
         if params.structure is not None:
             raise ApiError(
                 400,
@@ -331,8 +331,11 @@ class Jobs:
             if (
                 len(text) > most * self.llm.tokenizer.longest_token
             ):  # splitting megabytes would take seconds
-                said = f"{param}: {len(text):,} characters are too long: this engine's --max-input-len is {most}"
-                raise ApiError(400, said, param, "context_length_exceeded")
+                said = (
+                    f"{param}: {len(text):,} characters are too long: this model's "
+                    f"maximum input length is {most} tokens (--max-input-len)"
+                )
+                raise ApiError(400, said, param, TOO_LONG)
             text.encode()  # JSON can spell halves of characters
             return self.llm.tokenizer.encode(text, add_special_tokens=special)
         except KvlatheError as error:  # an engine without tokenizer.json

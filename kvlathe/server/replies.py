@@ -212,6 +212,9 @@ class ModelCard(BaseModel):
     owned_by: Literal["kvlathe"] = "kvlathe"
     root: str = Field(description="The model that is served.")
     parent: str | None = Field(description="The same, for an adapter of it.")
+    type: Literal["model"] = Field("model", description="As in Anthropic's API.")
+    display_name: str = Field(description="The id, as in Anthropic's API.")
+    created_at: str = Field(description="The same time, as in Anthropic's API.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
     kv_bytes_per_token: float
     kv_bytes_removed: float = Field(
@@ -220,8 +223,13 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
+    """All models, on one page: the API of Anthropic has pages."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 class Health(BaseModel):

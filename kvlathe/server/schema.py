@@ -35,7 +35,14 @@ from kvlathe.server.fields import (
 )
 from kvlathe.server.formats import ResponseFormat, StructuredOutputs
 from kvlathe.server.messages import Message
-from kvlathe.server.tools import MAX_TOOLS, Tool, ToolChoice, must_call, names_of
+from kvlathe.server.tools import (
+    MAX_TOOLS,
+    NamedChoice,
+    Tool,
+    ToolChoice,
+    must_call,
+    names_of,
+)
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -180,7 +187,7 @@ class SampledRequest(Strict):
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) + (not plain) > 1:
             raise PydanticCustomError(
-                "structure",
+                "response_format",
                 "give one of response_format, structured_outputs and guided_*",
             )
         return self
@@ -437,7 +444,9 @@ class ChatRequest(SampledRequest):
     chat_template: Refused = None
     documents: Refused = None
     mm_processor_kwargs: Refused = None
-    verbosity: Refused = None
+    verbosity: Literal["medium"] | None = Field(
+        None, description="Others than medium, the API's default, are refused."
+    )
     # They say nothing about the text.
     metadata: Ignored = None
     store: Ignored = None
@@ -464,12 +473,12 @@ class ChatRequest(SampledRequest):
     def _known_tools(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("tools", "tools: two have the same name")
+            raise PydanticCustomError("tools", "two have the same name")
         wanted = names_of(self.tool_choice) or set()
         if (must_call(self.tool_choice) and not names) or not wanted <= {*names}:
             raise PydanticCustomError(
                 "tool_choice",
-                "tool_choice: it asks for a tool that tools does not have",
+                "it asks for a tool that tools does not have",
             )
         return self
 
@@ -478,7 +487,7 @@ class ChatRequest(SampledRequest):
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise PydanticCustomError(
                 "continue_final_message",
-                "continue_final_message needs add_generation_prompt to be false",
+                "needs add_generation_prompt to be false",
             )
         return self
 
@@ -527,12 +536,19 @@ class ChatRequest(SampledRequest):
         }
 
     @property
+    def may_call_again(self) -> bool:
+        """Whether an answer that must call may have several calls. A function that is
+        named is called once, as in vLLM: small models would go on until they are cut."""
+        named = isinstance(self.tool_choice, NamedChoice)
+        return self.parallel_tool_calls is not False and not named
+
+    @property
     def structure_param(self) -> str | None:
         return "tools" if self.must_call else super().structure_param
 
     @field_validator("top_logprobs")
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and not info.data.get("logprobs"):
+        if value and not info.data.get("logprobs"):
             raise PydanticCustomError("top_logprobs", "needs logprobs to be true")
         return value

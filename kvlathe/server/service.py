@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -92,6 +93,8 @@ class Service:
             root=model,
             parent=None if name == model else model,
             created=self.started,
+            display_name=name,
+            created_at=f"{datetime.fromtimestamp(self.started, UTC):%Y-%m-%dT%H:%M:%SZ}",
             max_model_len=llm.most_tokens,
             kv_bytes_per_token=per_token,
             kv_bytes_removed=bytes_of.removed if bytes_of else 0.0,

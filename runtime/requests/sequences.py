@@ -141,14 +141,15 @@ class SequenceFactory:
             )
         self._check_ids(tokens)
         limits = self._scheduler.limits
-        for count, limit, flag in (
-            (len(tokens), limits.max_input_len, "max-input-len"),
-            (len(tokens) + new, limits.max_seq_len, "max-seq-len"),
+        for count, limit, name, flag in (
+            (len(tokens), limits.max_input_len, "input", "max-input-len"),
+            (len(tokens) + new, limits.max_seq_len, "context", "max-seq-len"),
         ):
             if count > limit:
                 raise KvlatheError(
                     f"a prompt of {len(tokens)} tokens with {new} new ones is too long",
-                    f"this engine's --{flag} is {limit}",
+                    # Clients look for these words, as OpenAI and vLLM have them.
+                    f"this model's maximum {name} length is {limit} tokens (--{flag})",
                     f"shorten it, or build with a larger --{flag} if the model has more "
                     "positions",
                 )

@@ -204,4 +204,4 @@ def test_a_prompt_beyond_the_limits_is_refused(
     code, refused, _ = kvlathe(
         home, "generate", engines["codes"], "--prompt", "x " * 1100
     )
-    assert code == 1 and "--max-input-len is 1024" in refused["error"]
+    assert code == 1 and "maximum input length is 1024 tokens" in refused["error"]

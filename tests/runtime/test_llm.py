@@ -94,8 +94,8 @@ def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
     [
         ([[]], 4, "the prompt is empty"),
         ([""], 4, "the prompt is empty"),
-        ([[5] * 3073], 4, "max-input-len is 3072"),
-        ([[5] * 3000], 2000, "max-seq-len is 4096"),
+        ([[5] * 3073], 4, "maximum input length is 3072 tokens"),
+        ([[5] * 3000], 2000, "maximum context length is 4096 tokens"),
         ([[5, 8192]], 4, "out of range"),
         (b"abc", 4, "a text or a list of token ids"),
         ([b"abc"], 4, "a text or a list of token ids"),
@@ -331,7 +331,7 @@ def test_shorter_sequences_and_smaller_steps_than_the_engine_was_built_for(
     assert [answer.token_ids for answer in small.generate(prompts, params)] == [
         answer.token_ids for answer in whole.generate(prompts, params)
     ]
-    with pytest.raises(KvlatheError, match="this engine's --max-seq-len is 600"):
+    with pytest.raises(KvlatheError, match="maximum context length is 600 tokens"):
         small.generate([text(595)], params)
 
 

@@ -91,6 +91,26 @@ def test_required_calls_are_calls_in_every_convention(
             check(call)
 
 
+@pytest.mark.parametrize("parallel", [None, True])
+def test_a_named_tool_is_called_once(tooled: Served, parallel: bool | None) -> None:
+    """As in vLLM. A small model that may call again does, until it is cut."""
+    found = client_of(tooled).chat.completions.create(
+        model=MODEL_NAME,
+        messages=USER,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        **({} if parallel is None else {"parallel_tool_calls": parallel}),
+        n=4,
+        seed=2,
+        max_tokens=300,
+        temperature=0.8,
+    )
+    for choice in found.choices:
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls or []
+        check(call)
+
+
 def test_a_named_call_streams_its_arguments(tooled: Served) -> None:
     chunks = client_of(tooled).chat.completions.create(
         model=MODEL_NAME,

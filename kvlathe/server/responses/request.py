@@ -15,7 +15,17 @@ from kvlathe.server.responses.items import Item, turns_of
 from kvlathe.server.schema import ChatRequest, Effort
 from kvlathe.server.tools import MAX_TOOLS, Function, Name
 
-LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+LOGPROBS: Included = "message.output_text.logprobs"
 """The value of ``include`` that asks for log-probabilities."""
 NAMES = {
     "messages": "input",
@@ -69,7 +79,7 @@ class Format(JsonSchema):
 
 class TextOptions(Strict):
     format: Format | None = None
-    verbosity: Refused = None
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Strict):
@@ -175,8 +185,10 @@ class ResponsesRequest(PromptRequest):
     top_logprobs: Integer | None = Field(
         None, ge=0, le=20, description=f"Needs {LOGPROBS} in include."
     )
-    include: Items[str] | None = Field(
-        None, description=f"{LOGPROBS}; others say nothing here."
+    include: Items[Included] | None = Field(
+        None,
+        description=f"{LOGPROBS}. Others say nothing: there are no built-in tools, and "
+        "thoughts are given whole.",
     )
     store: bool | None = Field(
         None,
@@ -218,7 +230,7 @@ class ResponsesRequest(PromptRequest):
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
                 "top_logprobs",
-                "top_logprobs needs {name} in include",
+                "needs {name} in include",
                 {"name": LOGPROBS},
             )
         return self
