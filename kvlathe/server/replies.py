@@ -212,9 +212,9 @@ class ModelCard(BaseModel):
     owned_by: Literal["kvlathe"] = "kvlathe"
     root: str = Field(description="The model that is served.")
     parent: str | None = Field(description="The same, for an adapter of it.")
-    type: Literal["model"] = Field("model", description="As in Anthropic's API.")
-    display_name: str = Field(description="The id, as in Anthropic's API.")
-    created_at: str = Field(description="The same time, as in Anthropic's API.")
+    type: Literal["model"] = "model"
+    display_name: str = Field(description="The id: Anthropic's API has this name.")
+    created_at: str = Field(description="The same time, as Anthropic's API has it.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
     kv_bytes_per_token: float
     kv_bytes_removed: float = Field(

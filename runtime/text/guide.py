@@ -34,6 +34,7 @@ from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.runtime.text.trials import QUICK, SLOW, STACK, TOO_LARGE, TOO_SLOW, Trials
+from kvlathe.runtime.text.walked import walked_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -330,15 +331,7 @@ class Guides:
 
     @functools.cached_property
     def _known_tokens(self) -> str:
-        """The tokenizer as JSON, without added tokens that the model never says."""
-        text = self._tokenizer.backend.to_str()
-        ids = self._tokenizer.backend.get_added_tokens_decoder()
-        if max(ids, default=0) < self._vocabulary:
-            return text
-        said = json.loads(text)
-        added = said["added_tokens"]
-        said["added_tokens"] = [one for one in added if one["id"] < self._vocabulary]
-        return json.dumps(said)
+        return walked_tokens(self._tokenizer, self._vocabulary)
 
     @functools.cached_property
     def _walked(self) -> LLTokenizer:

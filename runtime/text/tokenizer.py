@@ -44,6 +44,7 @@ WHITE = " \t\r\n"
 Turn = dict[str, Any]
 """A message: {"role": ..., "content": ..., ...}."""
 Render = Callable[[Sequence[Turn]], str]
+BRACKETS = re.compile("<.+>", re.DOTALL)
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 """The form in which SentencePiece's vocabularies write a byte that is no character."""
 
@@ -196,11 +197,25 @@ class Tokenizer:
         backend = self._backend
         return backend is not None and backend.token_to_id(name) is not None
 
+    @functools.cached_property
+    def marks(self) -> dict[int, str]:
+        """Names, by id, of added tokens that are special or stand in angle brackets, as
+        Qwen's <tool_call>. A model was taught each as one token."""
+        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        return {
+            token: entry.content
+            for token, entry in added.items()
+            if entry.special or BRACKETS.fullmatch(entry.content)
+        }
+
     def specials_in(self, *texts: str) -> dict[str, int]:
-        """Special tokens, by name, that texts have."""
+        """Marks that do not end a text, by name, that texts have."""
         said = "\0".join(texts)
-        names = self.special_names.items()
-        return {name: token for token, name in names if name and name in said}
+        return {
+            name: token
+            for token, name in self.marks.items()
+            if name in said and token not in self.eos_ids
+        }
 
     @functools.cached_property
     def blanks(self) -> tuple[int, ...]:

@@ -4,9 +4,13 @@ calls, and earlier calls reach templates in the form that they take."""
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from kvlathe.base.chat_template import sandbox
 from kvlathe.base.errors import KvlatheError
@@ -17,6 +21,7 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.call_form import CallForm, form_of
 from kvlathe.server.conventions import (
     CONVENTIONS,
+    HERMES,
     HUNYUAN,
     LLAMA,
     LLAMA_4,
@@ -117,6 +122,28 @@ def test_answers_that_must_call_are_read_as_calls(own: Calling) -> None:
     assert allows(guides, structure, ids) or allows(guides, structure, [*ids, eos])
     wrong = tokenizer.encode(written(own, [("other", {})]), add_special_tokens=False)
     assert not allows(guides, structure, [*wrong, eos])
+
+
+@pytest.mark.parametrize(
+    "own", [HERMES, NAMED[0], TAGGED[0]], ids=lambda one: str(one.shows)
+)
+def test_calls_that_must_be_have_the_tokens_that_a_model_has_for_marks(
+    tmp_path: Path, own: Calling
+) -> None:
+    """Qwen's <tool_call> is an added token and not special."""
+    text = written(own, CALLS[:1])
+    backend = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    marks = sorted({*re.findall(r"</?[^<>\s=]+>", text)})
+    backend.add_tokens([tokenizers.AddedToken(one, special=False) for one in marks])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(MODEL / "generation_config.json", tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert marks and max(ids) >= 8192
+    structure = own.structure(TOOLS, True, tokenizer)
+    guides = Guides(tokenizer, 8192 + len(marks))
+    eos = min(tokenizer.eos_ids)
+    assert allows(guides, structure, ids) or allows(guides, structure, [*ids, eos])
 
 
 @pytest.mark.parametrize("own", [HUNYUAN, NEMOTRON, LLAMA_4], ids=lambda one: one.shows)

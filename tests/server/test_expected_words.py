@@ -25,7 +25,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_each_api(
     served: Served, words: int
 ) -> None:
     """LiteLLM and LangChain know such errors by their words."""
-    turns = [{"role": "user", "content": "wordy, " * words * 2}]
+    turns: list[Json] = [{"role": "user", "content": "wordy, " * words * 2}]
     openai = post(served, "chat/completions", messages=turns).json()["error"]
     assert "model's maximum input length is 3072 tokens" in openai["message"]
     assert openai["code"] == "context_length_exceeded"
@@ -59,8 +59,8 @@ def test_a_refusal_says_which_field_and_what_was_given(
     served: Served, path: str, fields: Json, param: str | None, said: str
 ) -> None:
     asked: Json = {"input": "a"} if path == "responses" else {"messages": USER}
-    limit = {"max_tokens": 4} if path == "messages" else {}
-    error = post(served, path, **{**asked, **limit, **fields}).json()["error"]
+    asked |= {"max_tokens": 4} if path == "messages" else {}
+    error = post(served, path, **(asked | fields)).json()["error"]
     assert error.get("param") == param and said in error["message"], error
     assert not error["message"].startswith("body")
 
@@ -68,9 +68,10 @@ def test_a_refusal_says_which_field_and_what_was_given(
 @pytest.mark.usefixtures("nothing_is_left")
 def test_fields_that_ask_for_the_apis_own_defaults_are_taken(served: Served) -> None:
     fields: Json = {"messages": USER, "max_tokens": 1}
-    for own in ({"verbosity": "medium"}, {"top_logprobs": 0}):
+    defaults: list[Json] = [{"verbosity": "medium"}, {"top_logprobs": 0}]
+    for own in defaults:
         assert post(served, "chat/completions", **fields, **own).status_code == 200
-    encrypted = {
+    encrypted: Json = {
         "include": ["reasoning.encrypted_content"],
         "text": {"verbosity": "medium"},
     }

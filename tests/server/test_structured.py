@@ -135,9 +135,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "file": (schema({"$ref": "file:///etc/passwd"}), "response_format"),
     "two": (
         {"structured_outputs": {"regex": "a"}, "response_format": FORMAT},
-        "",
+        "response_format",
     ),
-    "guided and plain": ({"guided_regex": "a", "response_format": FORMAT}, ""),
+    "guided and plain": (
+        {"guided_regex": "a", "response_format": FORMAT},
+        "response_format",
+    ),
     "guided": ({"guided_regex": "(a"}, "guided_regex"),
     "both": (
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},

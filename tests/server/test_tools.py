@@ -91,15 +91,14 @@ def test_required_calls_are_calls_in_every_convention(
             check(call)
 
 
-@pytest.mark.parametrize("parallel", [None, True])
-def test_a_named_tool_is_called_once(tooled: Served, parallel: bool | None) -> None:
+def test_a_named_tool_is_called_once(tooled: Served) -> None:
     """As in vLLM. A small model that may call again does, until it is cut."""
     found = client_of(tooled).chat.completions.create(
         model=MODEL_NAME,
         messages=USER,
         tools=TOOLS,
         tool_choice={"type": "function", "function": {"name": "weather"}},
-        **({} if parallel is None else {"parallel_tool_calls": parallel}),
+        parallel_tool_calls=True,
         n=4,
         seed=2,
         max_tokens=300,

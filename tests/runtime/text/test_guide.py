@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.guide import Guides, StructureError, masks_of
-from kvlathe.runtime.text.masks import Guide, Masks, apply_masks
+from kvlathe.runtime.text.masks import Guide, Masks, apply_masks, no_bits
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import MODEL
@@ -210,6 +211,34 @@ def test_a_vocabulary_that_is_larger_than_the_tokenizers_is_never_used() -> None
     )
     logits = np.zeros((1, VOCABULARY + 100), np.float32)
     assert not np.isfinite(apply_masks(logits, masks)[0, VOCABULARY:]).any()
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", ["<tool_call>", "<|mark|>", "[MARK]", "zqzq"])
+def test_a_text_that_spells_an_added_token_can_be_written(
+    tmp_path: Path, name: str, special: bool
+) -> None:
+    """The tokenizer reads it as that token, which llguidance may take for special and
+    then not for the text."""
+    backend = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(name, special=special)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer(tmp_path)
+    assert own.encode(name) == [VOCABULARY]
+    guide = Guides(own, VOCABULARY + 1).guide(Structure.choice([f"a{name}b"]))
+    ids: list[int] = []
+    while guide.asks:
+        bits = no_bits(1, VOCABULARY + 1)
+        guide.fill(bits)
+        ids.append(
+            int(
+                np.flatnonzero(np.unpackbits(bits.view("uint8"), bitorder="little"))[-1]
+            )
+        )
+        guide.accept(ids[-1])
+        assert guide.failure is None
+    text = own.decode([one for one in ids if one not in own.eos_ids])
+    assert text == f"a{name}b"
 
 
 def test_blanks_between_parts_of_json_come_to_an_end() -> None:
