@@ -439,6 +439,9 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
 
     more = calls.most - 1
     rest = f"({said(calls.between)} call){{0,{more}}}" if more else ""
+    if more and calls.between.isspace():
+        # Models write it, and then look whether there is more to call.
+        rest += f" {said(calls.between)}?"
     lines = [f"start: {said(calls.begin)} call {rest} {said(calls.end)}"]
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)

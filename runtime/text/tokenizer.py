@@ -201,7 +201,9 @@ class Tokenizer:
     def marks(self) -> dict[int, str]:
         """Names, by id, of added tokens that are special or stand in angle brackets, as
         Qwen's <tool_call>. A model was taught each as one token."""
-        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        added = (
+            {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        )
         return {
             token: entry.content
             for token, entry in added.items()

@@ -42,5 +42,7 @@ def named(model: Json, names: Mapping[str, str]) -> Json:
         kept = {names.get(name, name): token for name, token in ids.items()}
     else:  # of unigrams: names with scores, in the order of ids
         kept = [[names.get(name, name), score] for name, score in entries]
-    unknown = model.get("unk_token")
-    return {**model, "vocab": kept, "unk_token": names.get(unknown, unknown)}
+    renamed: Json = {**model, "vocab": kept}
+    if (unknown := model.get("unk_token")) is not None:
+        renamed["unk_token"] = names.get(unknown, unknown)
+    return renamed

@@ -33,7 +33,7 @@ from kvlathe.server.conventions import (
 )
 from kvlathe.server.manner import calling_of, parser_of
 from kvlathe.server.messages import Message
-from kvlathe.server.tagged import TAGGED, TaggedConvention
+from kvlathe.server.tagged import QWEN_CODER, TAGGED, TaggedConvention
 from tests.support.runtime_cases import MODEL
 
 Json = dict[str, Any]
@@ -144,6 +144,18 @@ def test_calls_that_must_be_have_the_tokens_that_a_model_has_for_marks(
     guides = Guides(tokenizer, 8192 + len(marks))
     eos = min(tokenizer.eos_ids)
     assert allows(guides, structure, ids) or allows(guides, structure, [*ids, eos])
+
+
+@pytest.mark.parametrize("own", [HERMES, QWEN_CODER], ids=lambda one: str(one.shows))
+def test_a_new_line_behind_a_call_need_not_begin_another(own: Calling) -> None:
+    """Qwen writes one before it ends: it would call and call until it is cut."""
+    tokenizer = Tokenizer(MODEL)
+    guides, eos = Guides(tokenizer, 8192), min(tokenizer.eos_ids)
+    for made in (CALLS[:1], CALLS):
+        text = f"{written(own, made)}\n"
+        assert read(own, text) == ("", made)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert allows(guides, own.structure(TOOLS, True, tokenizer), [*ids, eos])
 
 
 @pytest.mark.parametrize("own", [HUNYUAN, NEMOTRON, LLAMA_4], ids=lambda one: one.shows)
