@@ -244,8 +244,8 @@ def invalid_request(error: RequestValidationError) -> ApiError:
 
 
 def weight(fault: ErrorDetails) -> tuple[bool, bool]:
-    """What is said first of several faults: that something is too long, then that its
-    type is none of ours, since its other fields are then not ours either."""
+    """Rank of a fault among several, of which the first is said: one that is too long,
+    then a type that is none of ours, since its other fields are then not ours either."""
     of_a_type = fault["type"] == "literal_error" and fault["loc"][-1] == "type"
     return fault["type"] == "too_long", of_a_type
 
