@@ -37,6 +37,7 @@ from kvlathe.server.replies import (
     ModelList,
     Prefix,
     Text,
+    TokenizerInfo,
     Tokens,
     Version,
 )
@@ -217,6 +218,18 @@ def add_tokens(app: FastAPI, service: Service) -> None:
             service.check(body.model)
         text = await asyncio.to_thread(answerer.text, body.tokens)
         return JSONResponse({"prompt": text})
+
+    @app.get("/tokenizer_info", responses={401: ERRORS[401]}, tags=["vLLM"])
+    async def tokenizer_info() -> TokenizerInfo:
+        """Texts of special tokens, and the chat template: clients that count tokens of
+        prompts by `/tokenize` ask for these."""
+        tokenizer = llm.tokenizer
+        named: dict[str, str] = {}
+        for token in tokenizer.eos_ids[:1]:
+            named["eos_token"] = tokenizer.backend.id_to_token(token) or ""
+        named |= tokenizer.special
+        template, most = tokenizer.chat_template, llm.most_tokens
+        return TokenizerInfo(**named, chat_template=template, model_max_length=most)
 
 
 def add_models(app: FastAPI, service: Service) -> None:

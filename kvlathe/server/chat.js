@@ -42,11 +42,19 @@ async function refused(response) {
   error.code = code;
   return error;
 }
+async function reached(path, said) {
+  try { return await fetch(path, said); } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("the server does not answer");
+  }
+}
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error("the connection broke off: what came is above");
+    });
     if (done) return;
     held += value;
     const parts = held.split("\n\n");
@@ -80,7 +88,7 @@ function continues() {
 async function post(signal) {
   if (chats && plan && !plan.chats) continues();
   const path = chats ? "v1/chat/completions" : "v1/completions";
-  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(request()), signal });
+  const response = await reached(path, { method: "POST", headers: headers(), body: JSON.stringify(request()), signal });
   if (response.ok) return response;
   const error = await refused(response);
   if (!chats || error.code !== "chat_template") throw error;
@@ -96,16 +104,31 @@ function busy(is) {
 async function answer(text) {
   turns.push({ role: "user", content: text });
   shown("you", text, "user");
+  await answered();
+}
+function thinks(node) {
+  const box = made("details", undefined, "thoughts");
+  box.append(made("summary", "Thoughts"), made("div", ""));
+  node.before(box);
+  return box.lastChild;
+}
+async function answered() {
+  const text = turns[turns.length - 1].content;
+  for (const old of document.querySelectorAll(".again")) old.remove();
   running = new AbortController();
   const mine = running;
   watchIn(100);
   busy(true);
   $("speed").textContent = "waiting for the first token";
   const sent = performance.now();
-  let first = 0, last = 0, pieces = 0, whole = "", node = null, drawn = 0;
+  let first = 0, last = 0, pieces = 0, whole = "", thoughts = "", node = null, box = null, drawn = 0, cut = false;
   const draw = () => {
     drawn = 0;
-    if (node) scrolled(() => chats ? node.replaceChildren(markdown(whole)) : node.replaceChildren(whole));
+    if (!node) return;
+    scrolled(() => {
+      node.replaceChildren(chats ? markdown(whole) : whole);
+      if (thoughts) (box = box || thinks(node)).textContent = thoughts;
+    });
   };
   try {
     const response = await post(mine.signal);
@@ -118,12 +141,14 @@ async function answer(text) {
         $("speed").textContent = `${count(tokens)} tokens${speed} · first after ${((first - sent) / 1000).toFixed(2)} s · prompt ${count(chunk.usage.prompt_tokens)} tokens`;
       }
       for (const choice of chunk.choices) {
-        const piece = (chats ? choice.delta.content : choice.text) || "";
-        if (!piece) continue;
+        const piece = (chats ? choice.delta.content : choice.text) || "", thought = (chats && choice.delta.reasoning_content) || "";
+        cut = cut || choice.finish_reason === "length";
+        if (!piece && !thought) continue;
         last = performance.now();
         first = first || last;
         pieces++;
         whole += piece;
+        thoughts += thought;
         drawn = drawn || setTimeout(draw, whole.length > 20000 ? 400 : 40);
         if (last > first) $("speed").textContent = `about ${(1000 * pieces / (last - first)).toFixed(1)} pieces/s`;
       }
@@ -135,11 +160,33 @@ async function answer(text) {
   clearTimeout(drawn);
   draw();
   if (mine !== running) return;
-  if (whole) turns.push({ role: "assistant", content: whole });
-  else turns.pop();
+  if (cut) shown("kvlathe", "The answer was cut at its most tokens.", "note");
   running = null;
   busy(false);
+  if (node) again(node.parentNode, whole);
+  else unsaid(text);
   watchIn(0);
+}
+
+function again(turn, whole) {
+  // Below an answer: the same question once more, in the place of what it got.
+  const button = made("button", "Regenerate", "again"), before = turns.slice();
+  button.type = "button";
+  if (whole) turns.push({ role: "assistant", content: whole });
+  else turns.pop();
+  button.addEventListener("click", () => {
+    if (running) return;
+    turns.splice(0, turns.length, ...before);
+    while (turn.nextSibling) turn.nextSibling.remove();
+    turn.remove();
+    answered();
+  });
+  scrolled(() => $("log").append(button));
+}
+function unsaid(text) {
+  // A question that got nothing goes back, to be sent again.
+  turns.pop();
+  if (!$("text").value) { $("text").value = text; sized(); }
 }
 
 // -- the plan -----------------------------------------------------------------------------
@@ -278,7 +325,7 @@ function watchIn(milliseconds) {
   timer = setTimeout(watch, milliseconds);
 }
 async function asked(path) {
-  const response = await fetch(path, { headers: headers() });
+  const response = await reached(path, { headers: headers() });
   if (!response.ok) throw await refused(response);
   return response.json();
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class CompletionTokensDetails(BaseModel):
@@ -195,6 +195,18 @@ class Tokens(BaseModel):
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
     tokens: list[int]
     token_strs: list[str] | None = Field(description="Entries of the vocabulary.")
+
+
+class TokenizerInfo(BaseModel):
+    """Fields of a tokenizer_config.json, as far as they are known here. Other special tokens
+    have their own names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    eos_token: str | None = None
+    bos_token: str | None = None
+    chat_template: str | None = None
+    model_max_length: int = Field(description="Tokens of prompt and answer together.")
 
 
 class Text(BaseModel):

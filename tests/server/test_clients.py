@@ -188,6 +188,18 @@ def test_paths_that_vllm_has_answer_and_a_wrong_one_names_them(served: Served) -
     assert all(x in said["message"] for x in ("/nothing", "/v1/models", "/tokenize"))
 
 
+def test_lm_eval_finds_the_ends_of_prompts_without_files(served: Served) -> None:
+    """Its remote tokenizer finds the ends of prompts with these, without files."""
+    assert httpx.get(f"{served.url}/tokenizer_info").status_code == 401
+    said = httpx.get(f"{served.url}/tokenizer_info", headers=HEADERS).json()
+    tokenizer = served.llm.tokenizer
+    assert said["chat_template"] == tokenizer.chat_template
+    assert said["model_max_length"] == served.llm.most_tokens
+    asked = {"prompt": said["eos_token"], "add_special_tokens": False}
+    found = httpx.post(f"{served.url}/tokenize", json=asked, headers=HEADERS)
+    assert found.json()["tokens"] == [tokenizer.eos_ids[0]]
+
+
 def test_the_stop_string_that_ended_a_text_is_named(served: Served) -> None:
     whole = post(served, "completions", prompt="def", max_tokens=20, temperature=0)
     text = whole.json()["choices"][0]["text"]

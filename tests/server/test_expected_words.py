@@ -1,5 +1,5 @@
-"""What clients look for in answers and refusals beside the fields that the API names:
-words of errors, fields at fault, models as Anthropic lists them."""
+"""Words and fields that clients look for in answers and refusals, beside those that the API
+names: words of errors, fields at fault, models as Anthropic lists them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx2 as httpx
@@ -218,6 +218,75 @@ def f(x):
 
 > said <img src=x onerror=alert(1)>
 """
+
+
+def streamed(*choices: Mapping[str, object]) -> str:
+    """A script after which the page's requests for answers get these events."""
+    chunks = [json.dumps({"choices": [choice]}) for choice in choices]
+    body = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+    return (
+        "window.sent = []; window.real = window.real || window.fetch;"
+        "window.fetch = (path, said) => said.body ? (sent.push(JSON.parse(said.body)),"
+        f" Promise.resolve(new Response({json.dumps(body)}))) : real(path, said);"
+    )
+
+
+def test_an_answer_shows_its_thoughts_that_it_was_cut_and_another_may_be_asked_for(
+    paged: Served, page: Page
+) -> None:
+    for width in WIDTHS:
+        page.looks(width, 844)
+        page.open(f"{paged.url}/")
+        page.wait("document.querySelectorAll('#holds .bar').length > 0")
+        cut = {"delta": {"content": "It is"}, "finish_reason": "length"}
+        page.evaluate(streamed({"delta": {"reasoning_content": "Hm."}}, cut))
+        ask(page, "What?")
+        page.wait("document.querySelector('.again') !== null")
+        assert (
+            page.evaluate("document.querySelector('.thoughts div').textContent")
+            == "Hm."
+        )
+        log = "document.getElementById('log').textContent"
+        assert "It is" in page.evaluate(log) and "was cut" in page.evaluate(log)
+        page.evaluate("document.querySelector('.thoughts').open = true")
+        assert page.cut() == []
+        shoot(page, f"thoughts-{width}")
+        page.evaluate(streamed({"delta": {"content": "Another."}}))
+        page.evaluate("document.querySelector('.again').click()")
+        page.wait(f"/Another/.test({log}) && document.querySelector('.again') !== null")
+        found = page.evaluate(log)
+        assert "It is" not in found and "was cut" not in found and "Hm." not in found
+        assert (
+            page.evaluate("sent[0].messages.map((one) => one.content).join()")
+            == "What?"
+        )
+        ask(page, "And?")
+        page.wait("document.querySelectorAll('.turn.answer').length === 2")
+        said = page.evaluate("sent[1].messages.map((one) => one.content).join()")
+        assert said == "What?,Another.,And?"
+
+
+def test_a_question_to_a_server_that_is_gone_comes_back(
+    paged: Served, page: Page
+) -> None:
+    page.open(f"{paged.url}/")
+    page.wait("document.querySelectorAll('#holds .bar').length > 0")
+    page.evaluate(
+        "window.real = window.fetch;"
+        "window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))"
+    )
+    ask(page, "Still there?")
+    page.wait("document.querySelector('.failed') !== null")
+    assert "the server does not answer" in text_of(page, "log")
+    assert page.evaluate("document.getElementById('text').value") == "Still there?"
+    page.wait("/does not answer/.test(document.getElementById('requests').textContent)")
+    page.evaluate("window.fetch = window.real")
+    page.evaluate("document.getElementById('ask').requestSubmit()")
+    page.wait("/ running/.test(document.getElementById('requests').textContent)")
+    page.wait("document.querySelectorAll('.turn.answer').length === 1")
+    page.evaluate("document.getElementById('stop').click()")
+    page.wait("document.querySelector('.again') !== null")
+    assert page.errors == []
 
 
 def test_markdown_becomes_elements_and_never_markup(paged: Served, page: Page) -> None:

@@ -92,7 +92,7 @@ def test_required_calls_are_calls_in_every_convention(
 
 
 def test_a_named_tool_is_called_once(tooled: Served) -> None:
-    """As in vLLM. A small model that may call again does, until it is cut."""
+    """A small model that may call again does, until it is cut. vLLM has one call, too."""
     found = client_of(tooled).chat.completions.create(
         model=MODEL_NAME,
         messages=USER,
