@@ -371,7 +371,7 @@ def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
     reached = best / baseline
     if searcher.exam.metric == "kl":
         raise RemovesNothing(
-            f"{variant.name} removes nothing within KL {-math.log(accuracy):.2g}",
+            f"{variant.name} removes nothing within KL {abs(math.log(accuracy)):.2g}",
             f"removing {ratio:.1%} of the bytes already loses {-math.log(best):.2g} nats "
             "a token",
             f"use {GENTLE} or auto, or ask for --accuracy "

@@ -19,6 +19,11 @@ LEAST_SAME = 0.9
 TIED_KL = 0.001
 """Nats a token below which other next tokens are ties of a model that says little: no
 token's chance has moved by more than sqrt(KL / 2), a fiftieth."""
+LEAST_KEPT = 0.5
+"""Share of the exercises below which a plan breaks the model: text may read on well
+where nothing from far back is known any more."""
+ENOUGH = 8
+"""Exercises from which on that share is no chance."""
 LONG_ENOUGH = 1024
 """Tokens below which a measurement says little of a plan: its first page and the one that
 is being filled, which are in 16 bit, are much of what was read."""
@@ -50,6 +55,8 @@ class LengthLoss:
     @property
     def breaks(self) -> bool:
         """Whether a plan that loses so much breaks the model."""
+        if self.exercises >= ENOUGH and self.kept < LEAST_KEPT * self.exercises:
+            return True
         return self.kl > MOST_KL or (self.same_token < LEAST_SAME and self.kl > TIED_KL)
 
     @property

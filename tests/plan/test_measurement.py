@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -45,10 +46,13 @@ def test_lengths_count_by_their_places() -> None:
         ({"same_token": 0.9}, False),
         ({"same_token": 0.899}, True),
         ({"kl": finite(float("nan"))}, True),
+        ({"exercises": 40, "kept": 20}, False),
+        ({"exercises": 40, "kept": 19}, True),
+        ({"exercises": 7, "kept": 0}, False),
     ],
 )
 def test_a_plan_breaks_the_model_where_any_length_does(
-    change: dict[str, float], breaks: bool
+    change: dict[str, Any], breaks: bool
 ) -> None:
     found = measured(GOOD, dataclasses.replace(FAR, **change))
     assert found.breaks == breaks

@@ -103,7 +103,7 @@ class Slices:
         return tensor
 
     def _wide_norm(self, layer: int, by_query: bool, tensor: Tensor) -> Tensor:
-        """Sums over all heads. Shards add up the squares of their own."""
+        """A norm of all heads together. Shards add up the squares of their own."""
         heads = self.plan.model.kv_heads
         if heads < self.num_shards:
             raise KvlatheError(
