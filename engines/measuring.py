@@ -70,12 +70,17 @@ def measured(
         log.warning("%s", found.warning)
     if found is not None and found.is_short and not brief:
         log.warning(
-            "%s tokens say little of a longer cache: --measure-seconds %.0f gives the "
+            "%s tokens say %s of a longer cache: --measure-seconds %.0f gives the "
             "measurement more time than it had",
             f"{found.whole.tokens:,}",
-            max(MOST_SECONDS, 4 * found.seconds),
+            "nothing" if found.is_idle else "little",
+            _more_seconds(found),
         )
     return found
+
+
+def _more_seconds(found: Measurement) -> float:
+    return max(MOST_SECONDS, 4 * found.seconds)
 
 
 def tell(found: Measurement | None) -> None:
@@ -93,6 +98,13 @@ def check_kl(found: Measurement | None, most: float | None, compression: str) ->
             f"--max-kl {most:g} cannot be used with {compression} here",
             "there is too little memory to measure it",
             "build where the whole model fits in float32",
+        )
+    if found.is_idle:
+        raise KvlatheError(
+            f"--max-kl {most:g} cannot be held to by {compression} here",
+            f"the {found.whole.tokens:,} tokens that there was time for are too few for "
+            "the plan to remove anything",
+            f"give --measure-seconds {_more_seconds(found):.0f}",
         )
     if found.most_kl <= most:
         return

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.measuring import check_kl
 from kvlathe.plan import json_fields
 from kvlathe.plan.measurement import MOST, LengthLoss, Measurement, finite
 
@@ -66,3 +68,18 @@ def test_a_measurement_passes_through_json() -> None:
     text = json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert json_fields.read(Measurement, json.loads(text)) == found
     assert finite(math.nan) == finite(math.inf) == MOST and finite(2.5) == 2.5
+
+
+def test_a_short_measurement_without_loss_proves_nothing() -> None:
+    """512 tokens of a plan that keeps 512, say."""
+    short = dataclasses.replace(GOOD, tokens=512, kl=6e-8)
+    found = measured(short, left_out="no time for 1,024 tokens")
+    assert found.is_idle and "too few for the plan to remove anything" in found.line
+    with pytest.raises(KvlatheError, match=r"512 tokens .* too few.*--measure-seconds"):
+        check_kl(found, 0.05, "snapkv")
+    for one in (
+        measured(short),
+        measured(dataclasses.replace(short, kl=2e-6), left_out="x"),
+    ):
+        assert not one.is_idle
+        check_kl(one, 0.05, "snapkv")
