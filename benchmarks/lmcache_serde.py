@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.support.commands import DATA
 from benchmarks.support.options import one_model, table_and_json
 from kvlathe.tasks import tasks
-from kvlathe_lmcache.serde import KvlatheDeserializer, KvlatheSerializer
+from kvlathe_lmcache.serde import Codecs, KvlatheDeserializer, KvlatheSerializer
 
 CHUNK = 256
 COLUMNS = ("serde", "of 16 bits", "ratio", "serialize GB/s", "deserialize GB/s", "KL", "same token")  # fmt: skip
@@ -169,8 +169,9 @@ def row(
 def rows(folder: Path, scored: Scored) -> Iterator[dict[str, Any]]:
     for bits in (16, 8, 4, 3, 2):
         for cold in (False, True)[bits == 16 :]:
-            serializer = KvlatheSerializer(bits, cold)
-            ours = by_interface(serializer, KvlatheDeserializer(bits, cold))
+            codecs = Codecs(bits, cold, head_dim=None)
+            serializer = KvlatheSerializer(codecs)
+            ours = by_interface(serializer, KvlatheDeserializer(codecs))
             name = f"kvlathe, {bits} bits{', cold' if cold else ''}"
             yield row(name, ours, scored)
     fp8 = by_interface(Fp8QuantizationSerializer(), Fp8QuantizationDeserializer())

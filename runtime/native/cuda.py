@@ -315,7 +315,11 @@ class LayerForm:
         self.windows = [window_among(part, own_parts) for part in own_parts]
         self._tables = list(own.values())
         if pages is not None:
-            self._tables = [pages.rows[b] for b in self.buckets]
+            # A part has some lanes of its bucket, where these see unlike windows.
+            self._tables = [
+                pages.rows[b][np.isin(pages.rows[b][:, 1], rows[:, 1])]
+                for b, rows in zip(self.buckets, own.values(), strict=True)
+            ]
         parts = [
             part_of(layout, b, rows)
             for b, rows in zip(self.buckets, self._tables, strict=True)

@@ -34,8 +34,8 @@ _makers: dict[tuple[str, int, int], Maker] = {}
 makes a builder for each kind of layer, and a table for each group of layers."""
 
 
-GUESSING = ("ngram", "suffix")
-"""What guesses tokens without a cache of its own."""
+GUESSING = ("ngram", "suffix", "draft_model")
+"""What guesses tokens without a cache of its own, or with layers of other names."""
 
 
 class KvlatheBackend(AttentionBackend):
@@ -165,8 +165,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         table = common_attn_metadata.block_table_tensor
         key = (str(self.engine.folder), self.count, table.data_ptr())
         if key not in _makers:
-            own = (self.engine, self.count, self.guesses)
-            _makers[key] = Maker(*own, table.device)
+            _makers[key] = Maker(self.engine, self.count, self.guesses, table.device)
         return _makers[key].of(common_attn_metadata)
 
 
@@ -205,8 +204,11 @@ def _check_guesses(asked: SpeculativeConfig, fact: str) -> None:
         reason = f"a step would take back pages: a page has {page} tokens"
     if reason:
         able = " or ".join(GUESSING)
-        remedy = f"choose {able} in --speculative-config, and fewer than {page} tokens"
-        raise KvlatheError(fact, reason, remedy)
+        raise KvlatheError(
+            fact,
+            reason,
+            f"choose {able} in --speculative-config, and fewer than {page} tokens",
+        )
 
 
 class KvlatheImpl(AttentionImpl[KvlatheMetadata]):

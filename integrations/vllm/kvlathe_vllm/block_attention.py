@@ -96,11 +96,15 @@ class BlockAttention(Attention):
             most_bundled=1,
         )
 
-    def begin(self, spread: Spread, step: StepInputs) -> LayerCalls:
-        """The rows of a decode step in the pages of this layer; not planned yet. Pages
-        are sealed between append and attention, so append is not the kernel just
-        before."""
-        calls = self.calls_of(spread.over(step), [self.own])
+    def begin(self, first: Spread, step: StepInputs) -> LayerCalls:
+        """The rows of a decode step in the pages of this layer; not planned yet.
+        ``first``: those of another layer; where windows hide pages, each layer has
+        tables of its own. Pages are sealed between append and attention, so append is
+        not the kernel just before."""
+        spread = first.over(step)
+        if first.windowed:
+            spread = self.spread(step, first.tokens)
+        calls = self.calls_of(spread, [self.own])
         if self.seals:
             for call in calls.calls:
                 call.flags &= ~APPENDED

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import (
@@ -24,6 +25,8 @@ from kvlathe_vllm.worker import of_this_worker, read_as_dealt
 
 BACKEND = "kvlathe_vllm.backend.KvlatheBackend"
 NAME = "CUSTOM"
+DRAFT = "draft_model."
+"""The beginning of the names of a draft's layers."""
 
 
 def install() -> None:
@@ -35,8 +38,22 @@ def install() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if current_platform.is_cpu() and named() is not None:
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        _drafts_as_before()
     _sizes_by_layer()
     read_as_dealt()
+
+
+def _drafts_as_before() -> None:
+    """Layers of a draft model keep vLLM's own cache: the plan is for the other model."""
+    before = Attention.__init__
+
+    def __init__(self: Attention, *given: object, **named: object) -> None:
+        if str(named.get("prefix", "")).startswith(DRAFT):
+            own = resolve_obj_by_qualname(AttentionBackendEnum.CPU_ATTN.value)
+            named["attn_backend"] = own
+        before(self, *given, **named)
+
+    Attention.__init__ = __init__
 
 
 def _sizes_by_layer() -> None:
@@ -58,6 +75,12 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
     from vllm.model_executor.models.utils import extract_layer_index
 
     engine = of_this_worker(config)
+    if layer_name.startswith(DRAFT):
+        raise KvlatheError(
+            "layers of a draft model cannot have compressed blocks",
+            "the plan is for the model that the draft guesses for",
+            "name another attention_backend in --speculative-config",
+        )
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         raise KvlatheError(
             f"{layer_name} cannot have compressed blocks",
@@ -79,13 +102,8 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
         if field.init
     }
     kept |= _raw(engine.token_bytes(layer))
-    if engine.plan.index.sees_less and not current_platform.is_cpu():
-        raise KvlatheError(
-            "windows cannot be served here",
-            "all layers of a step are planned at once on a GPU, with one block table",
-            "serve it with kvlathe serve, or on a CPU",
-        )
-    if window is None:
+    # On a GPU all layers of a step are planned at once, with one block table.
+    if window is None or not current_platform.is_cpu():
         return FullAttentionSpec(**kept)
     return SlidingWindowSpec(**kept, sliding_window=window)
 

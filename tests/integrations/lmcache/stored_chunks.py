@@ -67,7 +67,9 @@ def through_files(stored: TensorMemoryObj, loaded: TensorMemoryObj, folder: str)
 def passed(chunk: torch.Tensor, bits: int, cold: bool) -> tuple[int, torch.Tensor]:
     """Bytes that are stored, and the chunk that comes back: by the options of an
     adapter, LMCache's own processor, and a file. Files hold chunks of one size."""
-    options = {"bits": bits, "cold": cold}
+    options: dict[str, object] = {"bits": bits, "cold": cold}
+    if chunk.ndim == 3:
+        options["head_dim"] = 64
     serde = create_serde_processor(SerdeConfig("kvlathe", options))
     layout = MemoryLayoutDesc([chunk.shape], [chunk.dtype])
     room = serde.estimate_serialized_size(layout)
@@ -98,8 +100,13 @@ def main() -> None:
     register()
     register()  # twice is once
     rng = torch.Generator().manual_seed(0)
-    for dtype, tokens in ((torch.float16, 256), (torch.bfloat16, 200)):
-        chunk = torch.randn(2, 3, tokens, 128, generator=rng).to(dtype)
+    for dtype, shape in (
+        (torch.float16, (2, 3, 256, 128)),
+        (torch.bfloat16, (2, 3, 200, 128)),
+        (torch.bfloat16, (3, 256, 256)),
+    ):
+        tokens = shape[-2]
+        chunk = torch.randn(shape, generator=rng).to(dtype)
         for bits, cold in [
             *((bits, True) for bits in ERRORS),
             (8, False),

@@ -11,6 +11,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import PageMatrix
 from kvlathe.plan.formats import Tier
 from kvlathe_lmcache.codec import ChunkCodec, ChunkForm, Words
+from kvlathe_lmcache.sides import apart, joined, shape_apart
 from tests.support.coded_pages import need_coder
 
 SHAPES = [(2, 3, 192, 128), (2, 2, 100, 96), (1, 2, 64, 576), (2, 1, 30, 48)]
@@ -51,6 +52,28 @@ def test_every_word_comes_back_with_16_bits(
     coded = codec.encode(noise)  # infinities and what is no number are among them
     assert len(coded) <= codec.bound
     assert np.array_equal(codec.decode(coded), noise)
+
+
+@pytest.mark.parametrize("head_dim", [None, 16, 48])
+def test_k_and_v_side_by_side_are_coded_apart(head_dim: int | None) -> None:
+    """As chunks [2, layers, tokens, hidden] are; where nobody said how wide a head is, K
+    and V are one side."""
+    chunk = random_chunk((2, 70, 288), True)
+    sides = apart(chunk, head_dim)
+    assert np.array_equal(joined(sides, chunk.shape, head_dim), chunk)
+    assert sides.shape == shape_apart(chunk.shape, head_dim)
+    if head_dim is None:
+        assert np.array_equal(sides[0], chunk)
+        return
+    for head in range(288 // (2 * head_dim)):
+        for side in range(2):
+            first = (2 * head + side) * head_dim
+            own = sides[side, :, :, head * head_dim : (head + 1) * head_dim]
+            assert np.array_equal(own, chunk[:, :, first : first + head_dim])
+    whole = random_chunk((2, 2, 70, 144), True)
+    assert np.array_equal(joined(apart(whole, head_dim), whole.shape, head_dim), whole)
+    with pytest.raises(KvlatheError, match="no whole heads"):
+        shape_apart((2, 70, 100), head_dim)
 
 
 def expected_of(

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (  # noqa: E402
 )
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
+from kvlathe.plan.lives import Window  # noqa: E402
 from kvlathe.runtime.native.cuda import CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda.attention import attend  # noqa: E402
@@ -214,10 +215,14 @@ def library(
     return RecordedLibrary(native, kernels)
 
 
-def engine_of() -> Hosted:
+WINDOWS = (Window(PAGE, PAGE), Window.of_tokens(PAGE + 5, PAGE))
+every_window = pytest.mark.parametrize("windows", [(), WINDOWS], ids=["all", "windows"])
+
+
+def engine_of(windows: Sequence[Window]) -> Hosted:
     """An engine of five buckets: what takes fewer goes through kernels that only GPUs
-    run."""
-    plan = plan_of(PAGE)
+    run. ``windows``: of heads 1 and 3."""
+    plan = plan_of(PAGE, windows=windows)
     heads = played.heads_of(plan, 1)
     for own in heads.values():
         for name, matrix in own.items():
@@ -237,12 +242,16 @@ def check(engine: Hosted, one: played.Sequence) -> None:
 
 
 @pytest.mark.parametrize("guesses", [False, True], ids=["certain", "guessed"])
+@every_window
 def test_calls_on_blocks_give_what_a_sequence_gives_alone(
-    guesses: bool, library: RecordedLibrary, monkeypatch: pytest.MonkeyPatch
+    windows: Sequence[Window],
+    guesses: bool,
+    library: RecordedLibrary,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = partial(CudaLayer, dtype=torch.float16, library=library)
     monkeypatch.setattr(played, "CpuLayer", made)
-    engine = engine_of()
+    engine = engine_of(windows)
     for one in played.play(engine, 5, steps=6, guesses=guesses):
         check(engine, one)
 
@@ -316,12 +325,13 @@ def cache_of(engine: Hosted, layer: int) -> Tensor:
     return block_cache(engine.blocks[layer], BLOCKS, fill=255)
 
 
+@every_window
 def test_a_graph_of_a_decode_step_gives_what_its_sequences_give_alone(
-    library: RecordedLibrary,
+    windows: Sequence[Window], library: RecordedLibrary
 ) -> None:
     """They begin pages, fill them, end, and join with the prefix of one that is filled
     in the same step."""
-    engine = engine_of()
+    engine = engine_of(windows)
     graph = Graph(engine, library)
     random = np.random.default_rng(3)
     sizes = (PAGE - 2, 2 * PAGE + 61, 5)

@@ -233,26 +233,23 @@ def with_windows(folder: Path) -> Path:
     return folder
 
 
-GUESSES = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFT = {"method": "draft_model", "model": str(MODEL)}
 
 
-def test_windows_and_guesses_change_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("windows", [True, False], ids=["windows", "draft"])
+def test_windows_and_guesses_change_no_answer(windows: bool, tmp_path: Path) -> None:
     """vLLM frees blocks behind windows, and takes back what was guessed wrong."""
-    if ON_GPU:
-        pytest.skip("windows are refused there")
-    model, compression = with_windows(tmp_path / "model"), "hack:bits=4,sink=0"
+    model = with_windows(tmp_path / "model") if windows else MODEL
+    asked_for = {**(NGRAM if windows else DRAFT), "num_speculative_tokens": 4}
+    compression = "hack:bits=4,sink=0"
     ours, theirs = (built(tmp_path, compression, x, model) for x in (OURS, "vllm"))
     asked = prompts()
     params = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
     with LLM.load(ours, threads=1) as llm:
         wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
     options = ("--max-num-batched-tokens", "100", "--enable-chunked-prefill")
-    guesses = ("--speculative-config", json.dumps(GUESSES))
+    guesses = ("--speculative-config", json.dumps(asked_for))
     with serving(theirs, tmp_path, *options, *guesses, model=model) as server:
         first = server.complete(asked)
         before = server.cached

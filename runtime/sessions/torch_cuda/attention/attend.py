@@ -9,7 +9,7 @@ Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import addressof, byref, pointer
+from ctypes import byref, pointer
 from typing import Protocol, Self
 
 import torch
@@ -172,7 +172,7 @@ class Attention:
         args.part_buckets = address(buckets)
         windows = (WindowForm * len(self.parts))(*map(window_form, self.parts))
         if spread.windowed:
-            args.windows = addressof(windows)
+            args.windows = address(windows)
             args.page_tokens = self.plan.page_tokens
         if spread.hidden is not None:
             args.hidden = spread.hidden.data_ptr()
