@@ -100,4 +100,6 @@ def draft_engine(opened: EngineFolder, tokenizer: Tokenizer, large: Engine) -> E
     found = load_session(opened, opened.manifest, wanted)
     pool = PagePool(layout, found.cache_bytes)
     limits = dataclasses.replace(limits, max_batch_size=count)
-    return Engine(found.session, pool, Scheduler(pool, found.session, limits), ())
+    engine = Engine(found.session, pool, Scheduler(pool, found.session, limits), ())
+    engine.memory = found.memory
+    return engine

@@ -213,6 +213,7 @@ class LLM(ClosesAtExit):
         llm.manifest = opened.manifest
         llm.attention = found.attention
         llm.engine.scheduler.prompt_tokens = found.prompt_tokens
+        llm.engine.memory = found.memory
         load = partial(loaded_again, opened, manifest, wanted, found.cache_bytes)
         llm._sleeper = Sleeper(llm.engine, llm.thread, load)
         if stores is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,13 +32,15 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """``plan``, ``cache_bytes``: of one GPU, where there are several. ``attention``:
-    what runs it, in words."""
+    what runs it, in words. ``memory``: bytes of the engine's parts, on one GPU, or on
+    the host."""
 
     session: Session
     plan: CompressionPlan
     cache_bytes: int
     attention: str
     prompt_tokens: int
+    memory: Mapping[str, int]
 
 
 def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Loaded:
@@ -64,7 +67,11 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
         )
     work = partial(kind, folder, plan, manifest.limits, pages, wanted.threads)
     session = registry.loaded(work, folder, int(runner.copies * manifest.size), size)
-    return Loaded(session, plan, pages, words, runner.prompt_tokens)
+    memory = {"weights": int(runner.copies * manifest.size), "kv_cache": pages}
+    memory["states"] = states
+    if runner.beside and runner.memory:
+        memory["steps"] = runner.beside(plan, manifest.limits, runner.memory()[1])
+    return Loaded(session, plan, pages, words, runner.prompt_tokens, memory)
 
 
 def loaded_again(

@@ -34,7 +34,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 
 MOST_CHARACTERS = 1 << 24
-"""Of a prompt that a template writes."""
+"""Characters of a prompt that a template writes."""
 GENERATION = {"generation"}
 
 

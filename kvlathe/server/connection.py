@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvlathe.base.console import log
@@ -87,6 +89,17 @@ def out_of_files(
     loop.default_exception_handler(dict(context))
 
 
+class Unsaid(logging.Filter):
+    """Uvicorn's warning of each request that is no HTTP: whoever likes could fill the
+    log with them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != "Invalid HTTP request received."
+
+
+logging.getLogger("uvicorn.error").addFilter(Unsaid())
+
+
 class Connection(H11Protocol):
     """Uvicorn's HTTP/1.1. It hangs up on a client whose headers do not end within
     ``header_seconds``, counted from the end of what came before them."""
@@ -136,6 +149,22 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self.every.discard(self)
         self._stop_waiting()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. It may be the rest of a request that is being answered,
+        or stand behind one: uvicorn answers twice then, which h11 refuses."""
+        log.debug("%s", msg)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """No: a request for another protocol is answered as if it had not asked."""
+        return False
 
     def _watch(self) -> None:
         """Count the time while there is no request, whole or half answered. Of one

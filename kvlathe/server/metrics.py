@@ -27,8 +27,10 @@ from prometheus_client.utils import floatToGoString
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.memory_account import memory_account
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.server.cache_view import uncompressed_bytes
+from kvlathe.server.responses.store import MOST_BYTES
 
 FAST = (
     0.001,
@@ -194,6 +196,7 @@ class State(Collector):
         for name, said, value in self._counters():
             yield self._family(CounterMetricFamily(name, said, labels=LABELS), value)
         yield from self._adapters()
+        yield self._memory()
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: float
@@ -233,6 +236,15 @@ class State(Collector):
         if stores is not None and stores.disk is not None:
             said = "Bytes of evicted prefixes on disk."
             yield "kvlathe_disk_cache_bytes", said, stores.disk.bytes
+
+    def _memory(self) -> Metric:
+        """The account of memory, and the responses that are kept."""
+        name, said = "kvlathe_memory_most_bytes", "Bytes that a part takes at most."
+        family = GaugeMetricFamily(name, said, labels=[*LABELS, "part"])
+        account = {**memory_account(self._engine.llm), "responses": MOST_BYTES}
+        for part, size in account.items():
+            family.add_metric([self._model, part], size)
+        return family
 
     def _adapters(self) -> Iterator[Metric]:
         """The LoRA adapters of requests, as vLLM says them: routers read from it where

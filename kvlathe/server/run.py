@@ -19,7 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 from opentelemetry.trace import TracerProvider
 
+from kvlathe.base import machine
 from kvlathe.base.chat_template import read_template
+from kvlathe.base.console import human_bytes
 from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.memory import LESS_MEMORY, within_memory
@@ -28,6 +30,7 @@ from kvlathe.plan.memory import lengths_up_to
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.memory_account import host_bytes, memory_account
 from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import (
@@ -221,6 +224,17 @@ def capacity(llm: LLM) -> str:
     )
 
 
+def memory_said(llm: LLM) -> str:
+    """One line: the account of memory."""
+    account = memory_account(llm)
+    parts = [
+        f"{name.replace('_', ' ')} {human_bytes(size)}"
+        for name, size in account.items()
+    ]
+    whole = human_bytes(sum(account.values()))
+    return f"memory at most: {', '.join(parts)}, together {whole}, and what steps compute with"
+
+
 def _either(counts: list[str]) -> str:
     """``96 sequences of 1,024 tokens, 24 of 4,096 tokens or 12 of 8,192 tokens``."""
     first, *others = counts
@@ -234,6 +248,7 @@ def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Connection,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -364,6 +379,15 @@ def say_what_is_served(llm: LLM, settings: Settings) -> None:
     """Log the capacity, and warn of settings that may surprise whoever started the
     server."""
     log.info("%s", capacity(llm))
+    log.info("%s", memory_said(llm))
+    needed, total = host_bytes(llm), machine.memory_bytes()
+    if needed > total:
+        log.warning(
+            "the engine may take %s, and this machine, or container, has %s: give it "
+            "less --cache-size",
+            human_bytes(needed),
+            human_bytes(total),
+        )
     if llm.most_tokens < llm.limits.max_seq_len:
         log.warning(
             "the cache holds sequences of at most %s tokens, and the engine takes %s: "

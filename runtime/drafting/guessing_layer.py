@@ -14,7 +14,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from kvlathe.runtime.drafting.draft_model import DraftModel
-from kvlathe.runtime.drafting.hidden_rows import HiddenRows
+from kvlathe.runtime.drafting.hidden_rows import MOST, HiddenRows, hidden_bytes
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
@@ -28,7 +28,10 @@ class GuessingLayer(DraftModel, StepPart):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._hidden = HiddenRows()
+        limits = engine.scheduler.limits
+        self._hidden = HiddenRows(MOST * limits.max_batch_size)
+        rows = hidden_bytes(engine.pool.plan, limits)
+        engine.memory = {**engine.memory, "hidden_rows": rows}
         self._owners: dict[Sequence, Sequence] = {}  # by what is known of them here
         self._gave: dict[Sequence, HiddenRow] = {}  # the newest row of each, forks too
         engine.context.parts = [*engine.context.parts, self]

@@ -10,7 +10,7 @@ pages go back as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from kvlathe.base.errors import DeviceLost, KvlatheError
@@ -32,7 +32,8 @@ from kvlathe.runtime.text.sampler import Request, TokenLogprob
 
 class Engine:
     """Runs sequences through a session. ``stop_ids`` end a sequence (unless its
-    parameters ignore them). ``context``: what its steps share."""
+    parameters ignore them). ``context``: what its steps share. ``memory``: bytes of its
+    parts (runtime/memory_account.py)."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Engine:
         self.context = StepContext(session, pool, scheduler.room, parts)
         self.pool, self.scheduler = pool, scheduler
         self.stop_ids = frozenset(stop_ids)
+        self.memory: Mapping[str, int] = {"kv_cache": pool.arena_bytes}
         self._launched: Step | None = None  # whose tokens have not landed
         self._known = 0.0  # when tokens were known last
         self._made = 0.0  # what the session had made then

@@ -165,7 +165,7 @@ class Structure:
 
     @property
     def thoughts(self) -> tuple[ThoughtForm, Structure | None]:
-        """What ``after_thoughts`` was given."""
+        """The form and the structure that ``after_thoughts`` was given."""
         said = json.loads(self.text)
         inner = said["then"]
         return ThoughtForm(**said["form"]), Structure(**inner) if inner else None

@@ -129,7 +129,7 @@ class ThoughtGuide:
 
     # -- the beginning -----------------------------------------------------------------
     def _heads(self) -> list[tuple[int, tuple[int, ...]]]:
-        """What the answer may begin with, and the state behind it."""
+        """Texts that the answer may begin with, and the state behind it."""
         own = self._tokens
         return [
             (THINKING, own.begin),

@@ -327,7 +327,7 @@ def test_nobody_pushes_responses_of_another_out() -> None:
     store = Store(most_bytes=1000, most_responses=5)
 
     def kept(name: str, size: int) -> Kept:
-        return Kept({"id": name, "output": []}, [], size)
+        return Kept(name, bytes(size))
 
     store.put("calm", kept("mine", 500))  # an equal share
     for i in range(20):

@@ -9,28 +9,39 @@ from dataclasses import dataclass
 from kvlathe.server.fields import Json
 
 MOST_BYTES = 64 << 20
-"""Bytes of all responses that are kept, as JSON: in memory they take several times as
-much."""
+"""Bytes of all responses that are kept."""
 MOST_RESPONSES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response, and the items that came before its output. ``size``: in bytes of JSON.
-    A conversation's items are counted with each of its responses."""
+    """A response, and the items that came before its output, as JSON. A conversation's
+    items are there with each of its responses."""
 
-    response: Json
-    items: list[Json]
-    size: int
+    id: str
+    text: bytes
 
     @classmethod
     def of(cls, response: Json, items: list[Json]) -> Kept:
-        return cls(response, items, len(json.dumps([response, items])))
+        return cls(response["id"], json.dumps([response, items]).encode())
+
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
+    @property
+    def response(self) -> Json:
+        return json.loads(self.text)[0]
+
+    @property
+    def items(self) -> list[Json]:
+        return json.loads(self.text)[1]
 
     @property
     def conversation(self) -> list[Json]:
         """The items of the conversation so far."""
-        return [*self.items, *self.response["output"]]
+        response, items = json.loads(self.text)
+        return [*items, *response["output"]]
 
 
 class Store:
@@ -49,7 +60,7 @@ class Store:
         """Keep a response; one that is larger than all room is not kept."""
         if kept.size > self.most_bytes:
             return
-        self._kept.setdefault(tenant, OrderedDict())[kept.response["id"]] = kept
+        self._kept.setdefault(tenant, OrderedDict())[kept.id] = kept
         self._bytes[tenant] = self._bytes.get(tenant, 0) + kept.size
         while sum(self._bytes.values()) > self.most_bytes:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))

@@ -105,7 +105,8 @@ def test_a_draft_engine_is_loaded_if_its_vocabulary_is_the_same(
     def load(_: object, given: Manifest, wanted: Wanted) -> SimpleNamespace:
         assert given is manifest
         size = wanted.cache_bytes or 0
-        return SimpleNamespace(session=TorchSession(made, size), cache_bytes=size)
+        session = TorchSession(made, size)
+        return SimpleNamespace(session=session, cache_bytes=size, memory={})
 
     monkeypatch.setattr(drafters, "open_engine", lambda folder, deep: opened)
     monkeypatch.setattr(drafters, "load_session", load)
