@@ -71,9 +71,11 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
         for at, rank in zip(places, chosen, strict=True)
     ]
     every = tuple(range(len(lanes)))
-    own = Group(every, tier, life=KEEP)
-    if tier.is_coded:
-        own = Group(every, Tier(32, 32), (tier,), SEAL)
+    own = (
+        Group(every, Tier(32, 32), (tier,), SEAL)
+        if tier.is_coded
+        else Group(every, tier, life=KEEP)
+    )
     shape = ModelShape(LAYERS, HEADS * GROUP, HEADS, WIDTH, 512, 8192, 4096)
     return CompressionPlan(shape, tuple(lanes), (own,))
 

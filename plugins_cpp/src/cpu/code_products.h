@@ -59,9 +59,10 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
       next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;
+      const int fetched = rows.rows * column / rows.inner;
+      fetch_ahead(rows, fetched, rows.rows * next / rows.inner - fetched);
       Piece<W> pieces[kMostRows / kPieceRows];
       for (int g = 0; g < groups; ++g) {
-        if (column == 0) fetch_ahead(rows, kPieceRows * g, kPieceRows);
         pieces[g].load(rows, kPieceRows * g, column);
       }
       for (int i = 0; i < m; i += 2) {
