@@ -241,6 +241,10 @@ def statistics(order: Order, checkpoint: Checkpoint) -> Stats | None:
         stats = Stats.load(config.stats)
         stats.require_model(checkpoint.spec.shape, checkpoint.digest)
         _require_rope(stats, checkpoint)
+        if stats.rope and (
+            unread := stats.unread_positions(checkpoint.spec.max_seq_len)
+        ):
+            log.warning("%s", unread)
         return stats
     assert config.calibration is not None
     return calibrated(

@@ -221,11 +221,27 @@ class Stats:
         with Path(path).open("wb") as file:
             np.savez(file, header=header, **arrays)  # type: ignore[arg-type]
 
+    def unread_positions(self, served: int) -> str:
+        """Words for positions that are served and were not read: keys are cached after
+        RoPE, which turns them further there. Empty for none, and for random tokens,
+        which begin at 0 anyway."""
+        read = self.source.get("max_seq_len")
+        if self.source.get("source") == "random" or not isinstance(read, int):
+            return ""
+        if read >= served:
+            return ""
+        return (
+            f"the statistics are of the first {read:,} positions, and {served:,} are "
+            f"served: calibrate with --max-seq-len {served} for those"
+        )
+
     @classmethod
     def load(cls, path: Path | str) -> Stats:
         """Raises KvlatheError for a missing, damaged or foreign file, another schema
         version, NaN and infinities."""
         try:
+            if not zipfile.is_zipfile(path) and Path(path).is_file():
+                raise ValueError("kvlathe calibrate has not written it, or not whole")
             with np.load(path, allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
                 version = header["schema_version"]

@@ -3,6 +3,7 @@ back, bad input is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -193,6 +194,21 @@ def test_more_tokens_than_memory_holds_are_refused_before_any_is_drawn(
 ) -> None:
     with pytest.raises(KvlatheError, match=r"calibrat.* takes .* of memory"):
         calibrate(lathe, tokens=10**12)
+
+
+def test_a_file_that_calibration_did_not_write_is_no_statistics() -> None:
+    with pytest.raises(KvlatheError, match="kvlathe calibrate has not written it"):
+        Stats.load(__file__)
+
+
+def test_positions_that_no_text_was_read_at_are_said() -> None:
+    text = dataclasses.replace(
+        stats_cases.stats(0), source={"source": "a.jsonl", "max_seq_len": 256}
+    )
+    assert "first 256 positions, and 4,096" in text.unread_positions(4096)
+    assert not text.unread_positions(256)
+    random = dataclasses.replace(text, source={"source": "random", "max_seq_len": 256})
+    assert not random.unread_positions(4096)
 
 
 def test_too_little_calibration_is_refused(lathe: Checkpoint, tmp_path: Path) -> None:
