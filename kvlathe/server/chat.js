@@ -21,17 +21,27 @@ function headers() {
   if (key) found.Authorization = "Bearer " + key;
   return found;
 }
+function below() {
+  // Pixels of the conversation under what is seen. On a phone the page itself scrolls.
+  const box = $("scroll"), foot = document.querySelector(".foot");
+  if (getComputedStyle(box).overflowY !== "visible") return box.scrollHeight - box.scrollTop - box.clientHeight;
+  return box.getBoundingClientRect().bottom - foot.getBoundingClientRect().top;
+}
+function toEnd() {
+  $("scroll").scrollTop = $("scroll").scrollHeight;
+  if (below() > 0) window.scrollBy(0, below());
+}
 function scrolled(act) {
-  const box = $("scroll"), follows = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  const follows = below() < 60;
   act();
-  if (follows) box.scrollTop = box.scrollHeight;
+  if (follows) toEnd();
 }
 function shown(who, text, kind) {
   const body = made("div", text, "body");
   $("empty").hidden = true;
   $("log").append(made("div", undefined, "turn " + kind));
   $("log").lastChild.append(made("span", who, "who"), body);
-  $("scroll").scrollTop = $("scroll").scrollHeight;
+  toEnd();
   return body;
 }
 async function refused(response) {

@@ -266,6 +266,20 @@ def test_an_answer_shows_its_thoughts_that_it_was_cut_and_another_may_be_asked_f
         assert said == "What?,Another.,And?"
 
 
+def test_a_long_answer_is_followed_at_every_width(paged: Served, page: Page) -> None:
+    for width in WIDTHS:
+        page.looks(width, 600)
+        page.open(f"{paged.url}/")
+        page.wait("document.querySelectorAll('#holds .bar').length > 0")
+        lines = "\n\n".join(f"Line {number}." for number in range(40))
+        page.evaluate(streamed({"delta": {"content": lines}}))
+        ask(page, "Much?")
+        page.wait("document.querySelector('.again') !== null")
+        last = "document.querySelector('.again').getBoundingClientRect().bottom"
+        top = "document.querySelector('.foot').getBoundingClientRect().top"
+        assert page.evaluate(f"{last} > 0 && {last} <= {top} + 1"), width
+
+
 def test_a_question_to_a_server_that_is_gone_comes_back(
     paged: Served, page: Page
 ) -> None:
