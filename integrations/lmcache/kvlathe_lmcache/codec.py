@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
 """Numbers of 16 bits, whatever they stand for."""
 MAGIC = b"KVLC"
-VERSION = 1
+VERSION = 2
 PAGE = 64
 """Tokens of a page."""
 SLICE = 64
@@ -46,19 +46,21 @@ LOSSLESS = 16
 BITS = (16, 8, 4, 3, 2)
 KEPT = 1 << 31
 """In a page's length: it holds numbers, no codes."""
-HEAD = struct.Struct("<4s2BH4I")
+HEAD = struct.Struct("<4s2BH5I")
 
 
 @dataclass(frozen=True)
 class ChunkForm:
     """A chunk's shape. ``sides``: 2, K and V; 1 where heads share a latent. ``brain``:
-    its numbers are bfloat16."""
+    its numbers are bfloat16. ``head_dim``: of heads whose K and V lay side by side
+    (sides.py); None where they did not, or nobody said it."""
 
     sides: int
     layers: int
     tokens: int
     hidden: int
     brain: bool
+    head_dim: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -158,9 +160,10 @@ class ChunkCodec:
 
     @cached_property
     def _head(self) -> bytes:
-        *sizes, brain = astuple(self.form)
-        flags = int(brain) | int(self.cold) << 1
-        return HEAD.pack(MAGIC, VERSION, self.bits, flags, *sizes)
+        form = self.form
+        flags = int(form.brain) | int(self.cold) << 1
+        head_dim = form.head_dim or 0
+        return HEAD.pack(MAGIC, VERSION, self.bits, flags, *form.shape, head_dim)
 
     def decode(self, data: bytes) -> Words:
         """The chunk; with fewer than 16 bits, what its codes stand for. ``data`` may go
@@ -169,7 +172,9 @@ class ChunkCodec:
         count = len(self._tokens)
         first = HEAD.size + 4 * count
         if len(data) < first or data[: HEAD.size] != self._head:
-            raise _foreign("it has another form, another number of bits or version")
+            raise _foreign(
+                "it has another form, another head_dim, number of bits or version"
+            )
         words = struct.unpack_from(f"<{count}I", data, HEAD.size)
         sizes = [word & ~KEPT for word in words]
         if first + sum(sizes) > len(data):

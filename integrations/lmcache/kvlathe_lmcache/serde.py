@@ -61,7 +61,8 @@ class Codecs:
                 "K and V of a head lie side by side, and are coded apart",
                 'add "head_dim" to the serde: numbers of K of a head',
             )
-        form = ChunkForm(*shape_apart(shape, self.head_dim), BRAIN[dtype])
+        head_dim = self.head_dim if len(shape) == 3 else None
+        form = ChunkForm(*shape_apart(shape, head_dim), BRAIN[dtype], head_dim)
         with self._lock:
             if form not in self._made:
                 self._made[form] = ChunkCodec(form, self.bits, self.cold)

@@ -87,6 +87,13 @@ def passed(chunk: torch.Tensor, bits: int, cold: bool) -> tuple[int, torch.Tenso
             assert size == room == through_files(stored, loaded, folder)
     task = serde.submit_deserialize([loaded], [target], [KEY])
     assert awaited(lambda: serde.query_deserialize_result(task)), "it was not read"
+    if chunk.ndim == 3:
+        other = create_serde_processor(
+            SerdeConfig("kvlathe", {**options, "head_dim": 128})
+        )
+        task = other.submit_deserialize([loaded], [target], [KEY])
+        assert not awaited(lambda: other.query_deserialize_result(task)), "wrong heads"
+        other.close()
     loaded.raw_data[:8] = 0
     task = serde.submit_deserialize([loaded], [target], [KEY])
     assert not awaited(lambda: serde.query_deserialize_result(task)), "wrong bytes"

@@ -76,6 +76,24 @@ def test_k_and_v_side_by_side_are_coded_apart(head_dim: int | None) -> None:
         shape_apart((2, 70, 100), head_dim)
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_chunks_that_were_taken_apart_by_another_head_dim_are_refused(
+    bits: int,
+) -> None:
+    """Both give K and V of one shape, and other numbers."""
+    chunk = random_chunk((2, 64, 256), brain=False)
+    forms = [
+        ChunkForm(*shape_apart(chunk.shape, head_dim), False, head_dim)
+        for head_dim in (64, 128)
+    ]
+    assert forms[0].shape == forms[1].shape
+    coded = ChunkCodec(forms[0], bits).encode(apart(chunk, 64))
+    other = ChunkForm(*forms[0].shape, brain=False)
+    for form in (forms[1], other):
+        with pytest.raises(KvlatheError, match="another head_dim"):
+            ChunkCodec(form, bits).decode(coded)
+
+
 def expected_of(
     numbers: npt.NDArray[np.float32], tier: Tier, side: str
 ) -> npt.NDArray[np.float32]:
@@ -148,7 +166,7 @@ def test_data_of_another_form_and_damaged_data_are_refused() -> None:
     for other in (ChunkForm(2, 1, 64, 64, brain=False), ChunkForm(*shape, brain=True)):
         with pytest.raises(KvlatheError, match="another form"):
             ChunkCodec(other, 4).decode(coded)
-    with pytest.raises(KvlatheError, match="another number of bits"):
+    with pytest.raises(KvlatheError, match="number of bits"):
         ChunkCodec(codec.form, 8).decode(coded)
     for end in range(0, len(coded), 97):
         with pytest.raises(KvlatheError):
