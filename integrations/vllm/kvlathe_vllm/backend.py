@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -27,13 +28,11 @@ from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.gpu_step import DecodeBuffers, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
+from kvlathe_vllm.tables import Table, Tables
 from kvlathe_vllm.worker import of_this_worker
 
-_makers: dict[tuple[str, int, int], Maker] = {}
-"""The makers of this process, by engine, sequences, and address of a block table: vLLM
-makes a builder for each kind of layer, and a table for each group of layers."""
-
-
+_makers: WeakValueDictionary[Table, Maker] = WeakValueDictionary()
+"""The makers that the builders of this process have."""
 GUESSING = ("ngram", "suffix", "draft_model")
 """What guesses tokens without a cache of its own, or with layers of other names."""
 
@@ -147,6 +146,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         self.engine = engine
         self.count = vllm_config.scheduler_config.max_num_seqs
         self.guesses = vllm_config.speculative_config is not None
+        self.makers = Tables(_makers)
 
     @classmethod
     def get_cudagraph_support(
@@ -163,10 +163,18 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
     ) -> KvlatheMetadata:
         """A table of blocks lies where it lay: sequences are told apart by its blocks."""
         table = common_attn_metadata.block_table_tensor
-        key = (str(self.engine.folder), self.count, table.data_ptr())
-        if key not in _makers:
-            _makers[key] = Maker(self.engine, self.count, self.guesses, table.device)
-        return _makers[key].of(common_attn_metadata)
+        device = table.device
+        known = Table(
+            str(self.engine.folder),
+            self.count,
+            self.guesses,
+            str(device),
+            table.data_ptr(),
+        )
+        maker = self.makers.of(
+            known, lambda: Maker(self.engine, self.count, self.guesses, device)
+        )
+        return maker.of(common_attn_metadata)
 
 
 def _numbers(tensor: Tensor) -> Int32:
