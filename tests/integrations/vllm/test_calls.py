@@ -38,20 +38,20 @@ PAGE, DIMS, HEADS, GROUP, LAYER, SCALE = 16, 32, 4, 2, 1, 0.3
 BLOCKS = 160
 MOST = 3
 """Sequences that run at once."""
-ANOTHER_CODE = 0.05
-"""A number on the border of two codes may become either: errors of 0.02 in 4 bits. A
-page of another sequence gives NaN or errors of about 1."""
+CLOSE = 0.002
+"""The largest error was 0.0005 in 800 sequences. Another code of 4 bits gave up to 0.1
+where few tokens are seen, and a page of another sequence gives NaN or about 1."""
 native = pytest.mark.skipif(find().native is None, reason="no native library")
 
 
 def heads_of(
     plan: CompressionPlan, seed: int
 ) -> dict[tuple[int, int], dict[str, Floats]]:
-    """Random matrices of every kept lane."""
+    """Random matrices of every kept lane, of sixteenths (see `drawn_inputs`)."""
     random = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> Floats:
-        return (random.standard_normal(shape) / 4).astype(np.float32)
+        return (random.integers(-4, 5, shape) / 16).astype(np.float32)
 
     return {
         (lane.layer, lane.head): {
@@ -125,8 +125,10 @@ class Sequence:
 
 
 def drawn_inputs(random: np.random.Generator, n: int) -> Inputs:
-    shapes = ((n, HEADS * GROUP, DIMS), (n, HEADS, DIMS), (n, HEADS, DIMS))
-    q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    """K and V are small whole numbers, and with matrices of sixteenths their rows are
+    exact in 16 bits. So no sum's order decides between two codes."""
+    q = random.standard_normal((n, HEADS * GROUP, DIMS)).astype(np.float32)
+    k, v = random.integers(-2, 3, (2, n, HEADS, DIMS)).astype(np.float32)
     return q, k, v
 
 
@@ -256,7 +258,7 @@ def test_tokens_that_are_taken_back_leave_nothing(seed: int) -> None:
         shared = int((one.o == 0).all((1, 2)).sum())
         want = expected(engine, *(x[: one.done] for x in (one.q, one.k, one.v)))
         got = one.o[shared : one.done]
-        assert np.abs(got - want[shared:]).max(initial=0) < ANOTHER_CODE
+        assert np.abs(got - want[shared:]).max(initial=0) < CLOSE
 
 
 WINDOWS = (Window(PAGE, PAGE), Window.of_tokens(PAGE + 5, PAGE))
@@ -277,7 +279,7 @@ def test_any_steps_give_what_a_sequence_gives_alone(
         shared = int((one.o == 0).all((1, 2)).sum())
         want = expected(engine, *(x[: one.done] for x in (one.q, one.k, one.v)))
         got = one.o[shared : one.done]
-        assert np.abs(got - want[shared:]).max(initial=0) < ANOTHER_CODE
+        assert np.abs(got - want[shared:]).max(initial=0) < CLOSE
 
 
 @native
@@ -300,7 +302,7 @@ def test_blocks_that_no_window_reaches_are_not_read(
         shared = int((one.o == 0).all((1, 2)).sum())
         want = expected(engine, *(x[: one.done] for x in (one.q, one.k, one.v)))
         got = one.o[shared : one.done]
-        assert np.abs(got - want[shared:]).max(initial=0) < ANOTHER_CODE
+        assert np.abs(got - want[shared:]).max(initial=0) < CLOSE
 
 
 def test_a_page_in_use_is_never_given_away() -> None:
