@@ -15,12 +15,15 @@ the bytes that a token needs.
 One prompt of real text, greedy. Each runner is a process of its own: nothing is shared
 but the machine. A round measures every runner once, rounds are repeated, the best of
 each cell is kept: other load only slows. One thread is timed by its processor time.
+Rows are printed as they are measured, and all of them again at the end.
 Decode tokens/s counts all that happens between two tokens; prefill is the time to the
 first token.
 
-``llama``: llama.cpp by its Python package, with flash attention and a cache in 16 bits;
-``llama-q8_0``: in its 8 bits. The package may lie in a folder of its own, which
-PYTHONPATH names. It gets the same token ids, by llama_decode.
+``llama``: llama.cpp by its Python package, with a cache in 16 bits. It has two rows,
+without flash attention and (``llama-flash``) with it; the faster one is the one to
+compare with. ``llama-q8_0`` is its cache in 8 bits, which needs flash attention. The
+package may lie in a folder of its own, which PYTHONPATH names. It gets the same token
+ids, by llama_decode.
 
 ``reads``: an engine's weights and the pages of the context are summed up by torch, and
 nothing else is done.
@@ -138,7 +141,7 @@ def genai(path: Path, threads: int) -> Runner:
     return run
 
 
-def llama(path: Path, threads: int, cache: str = "F16") -> Runner:
+def llama(path: Path, threads: int, flash: bool = False, cache: str = "F16") -> Runner:
     import llama_cpp
     import numpy as np
 
@@ -151,7 +154,7 @@ def llama(path: Path, threads: int, cache: str = "F16") -> Runner:
             n_batch=2048,
             n_threads=threads,
             n_threads_batch=threads,
-            flash_attn=True,
+            flash_attn=flash,
             type_k=cells,
             type_v=cells,
             verbose=False,
@@ -228,9 +231,12 @@ RUNNERS: dict[str, Callable[[Path, int], Runner]] = {
     "transformers": transformers,
     "genai": genai,
     "llama": llama,
-    "llama-q8_0": partial(llama, cache="Q8_0"),
+    "llama-flash": partial(llama, flash=True),
+    "llama-q8_0": partial(llama, flash=True, cache="Q8_0"),
     "reads": reads,
 }
+ALSO = {"llama": "llama-flash"}
+"""Kinds that are never measured without another one beside them."""
 
 
 def child(kind: str, path: Path, threads: int) -> None:
@@ -297,6 +303,18 @@ def real_text(tokenizer: Path, count: int) -> list[int]:
     )[:count]
 
 
+def show(runner: str, context: int, prefill: float, decode: float, peak: float) -> None:
+    values = f"{decode:>16.1f} {prefill:>10.2f} {peak:>8.0f}"
+    print(f"{runner:<44} {context:>8} {values}", flush=True)
+
+
+def with_others(runners: list[str]) -> list[str]:
+    """The runners, each followed by the kind that belongs beside it."""
+    pairs = [runner.split(":", 1) for runner in runners]
+    both = [(k, p) for kind, p in pairs for k in (kind, ALSO.get(kind)) if k]
+    return list(dict.fromkeys(f"{kind}:{path}" for kind, path in both))
+
+
 def measure(
     runners: list[str], prompts: dict[int, list[int]], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -316,6 +334,7 @@ def measure(
                     cell["prefill_s"] = min(cell["prefill_s"], prefill)
                     cell["decode_tps"] = max(cell["decode_tps"], decode)
                     cell["peak_mb"] = max(cell["peak_mb"], peak)
+                    show(runner, context, prefill, decode, peak)
     return [
         {"runner": runner, "context": context, **cell}
         for (runner, context), cell in best.items()
@@ -340,13 +359,14 @@ def main() -> None:
         return
     folder = Path(args.runners[0].split(":", 1)[1])
     text = real_text(folder, max(args.contexts))
-    records = measure(args.runners, {n: text[:n] for n in sorted(args.contexts)}, args)
+    prompts = {n: text[:n] for n in sorted(args.contexts)}
     print(
-        f"{'runner':<36} {'context':>8} {'decode tokens/s':>16} {'prefill s':>10} {'peak MB':>8}"
+        f"{'runner':<44} {'context':>8} {'decode tokens/s':>16} {'prefill s':>10} {'peak MB':>8}"
     )
-    for r in records:
-        row = f"{r['decode_tps']:>16.1f} {r['prefill_s']:>10.2f} {r['peak_mb']:>8.0f}"
-        print(f"{r['runner']:<36} {r['context']:>8} {row}")
+    records = measure(with_others(args.runners), prompts, args)
+    print(f"\nThe best of {args.rounds} rounds:")
+    for record in records:
+        show(*record.values())
     print(
         json.dumps(
             {
