@@ -29,7 +29,7 @@ from kvlathe.base.extras import pip_install
 from kvlathe.base.panics import PANIC, refuse_fault
 from kvlathe.runtime.text.compile_queue import CompileQueue, stopped
 from kvlathe.runtime.text.masks import Guide, Masks, StructureError, no_bits
-from kvlathe.runtime.text.schema_numbers import BOUNDS, bound, check_exact
+from kvlathe.runtime.text.schema_numbers import BOUNDS, bound, check_exact, spelled
 from kvlathe.runtime.text.structure import NAME, Calls, Structure, kinds_of
 from kvlathe.runtime.text.thoughts import LeastTokens, ThoughtGuide, ThoughtTokens
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -389,7 +389,10 @@ def source_of(structure: Structure) -> str:
         schema = dict[str, object]()
     check_settings(schema)
     known = without_notes(schema)
-    return LLMatcher.grammar_from_json_schema(known, overrides=SETTINGS)
+    # As a text: llguidance would spell the numbers anew.
+    return LLMatcher.grammar_from_json_schema(
+        spelled({**known, "x-guidance": SETTINGS})
+    )
 
 
 def check_settings(schema: dict[str, object]) -> None:
@@ -401,7 +404,7 @@ def check_settings(schema: dict[str, object]) -> None:
 def without_notes(schema: dict[str, object]) -> dict[str, object]:
     """The schema without what holds an answer to nothing: string formats that
     llguidance does not know, which JSON schema takes as notes, and uniqueItems where it
-    is false; large bounds are rounded inwards. Raises ValueError for whole numbers that
+    is false; large bounds are rounded inwards. Raises ValueError for values that
     llguidance would round, and for names by a pattern: nothing would keep an answer from
     giving one twice, which readers of JSON take for a fault or overwrite."""
     if schema.get("patternProperties") and schema.get("maxProperties") != 1:
@@ -447,7 +450,7 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
         check_settings(schema)
         head = said(calls.head.replace(NAME, name))
         known = without_notes(schema)
-        body = f"%json {json.dumps({**known, 'x-guidance': SETTINGS})}"
+        body = f"%json {spelled({**known, 'x-guidance': SETTINGS})}"
         if calls.tags is not None:
             body = tagged(known, calls.tags, said)
         lines.append(f"call_{i}: {head} {body} {said(calls.tail)}")
@@ -494,7 +497,7 @@ def tagged_value(
     keyed, other, after = tags
     kinds = kinds_of(schema)
     if "string" not in kinds:
-        return f"{said(name + other)} %json {json.dumps(schema)} {said(after)}"
+        return f"{said(name + other)} %json {spelled(schema)} {said(after)}"
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
             own = cast("list[dict[str, object]]", branches)

@@ -4,6 +4,7 @@ structure describes, and nothing is compiled without bounds."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.guide import Guides, StructureError, masks_of
 from kvlathe.runtime.text.masks import Guide, Masks, apply_masks, no_bits
-from kvlathe.runtime.text.structure import Structure
+from kvlathe.runtime.text.schema_numbers import BOUNDS, LOWER
+from kvlathe.runtime.text.structure import Calls, Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import MODEL
 
@@ -322,8 +324,11 @@ LAST = (1 << 63) - 1024
 
 
 def accepts(schema: dict[str, object], value: object) -> bool:
-    guide = guides().guide(Structure.json(schema))
-    for token in tokenizer().encode(json.dumps(value), add_special_tokens=False):
+    return takes(guides().guide(Structure.json(schema)), json.dumps(value))
+
+
+def takes(guide: Guide, text: str) -> bool:
+    for token in tokenizer().encode(text, add_special_tokens=False):
         if not guide.asks or token not in allowed(guide):
             return False
         guide.accept(token)
@@ -357,13 +362,52 @@ def test_numbers_of_many_digits_are_held_to_their_bounds(
     assert not any(accepts(schema, value) for value in outside)
 
 
-@pytest.mark.parametrize("value", [(1 << 60) + 1, 10**20, 0.43126050085335277])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_of_seventeen_digits_take_what_is_inside_and_nothing_beyond(
+    name: str,
+) -> None:
+    """The doubles beside each bound, and the bound itself."""
+    random = np.random.default_rng(BOUNDS.index(name))
+    lower, strict = name in LOWER, name.startswith("exclusive")
+    values = (random.uniform(-9, 9, 20) * 10.0 ** random.integers(-2, 9, 20)).tolist()
+    for value in [1.2088995980580641, *values]:
+        sides = (math.nextafter(value, math.inf), math.nextafter(value, -math.inf))
+        inside, outside = sides if lower else sides[::-1]
+        guide = guides().guide(Structure.json({"type": "number", name: value}))
+        # llguidance takes a decimal whose digits begin a bound's with zeros behind them.
+        texts = repr(inside), f"{inside!r}000"
+        assert any(takes(guide.copy(), text) for text in texts), value
+        assert takes(guide.copy(), repr(value)) is not strict, value
+        assert not takes(guide.copy(), repr(outside)), value
+
+
+def test_a_value_of_seventeen_digits_is_taken_and_no_double_beside_it() -> None:
+    random = np.random.default_rng(5)
+    values = (random.uniform(-9, 9, 20) * 10.0 ** random.integers(-2, 9, 20)).tolist()
+    for value in [0.30000000000000004, 0.43126050085335277, *values]:
+        guide = guides().guide(Structure.json({"enum": [{"a": [value]}, value]}))
+        for text in ('{"a": [%r]}', "%r"):
+            assert takes(guide.copy(), text % value), value
+            for end in (math.inf, -math.inf):
+                assert not takes(guide.copy(), text % math.nextafter(value, end)), value
+
+
+def test_a_tools_arguments_have_values_of_seventeen_digits() -> None:
+    calls = Calls(begin="", head="", tail="", between="", end="", most=1)
+    tools = {"f": {"type": "number", "const": 0.43126050085335277}}
+    guide = guides().guide(Structure.calls(calls, tools))
+    assert takes(guide, "0.43126050085335277")
+
+
+@pytest.mark.parametrize("value", [(1 << 60) + 1, 10**20, 7.3127151177519755e-06])
 def test_values_that_a_double_would_round_are_refused(value: float) -> None:
     for schema in ({"const": value}, {"items": {"enum": [1, {"a": [value]}]}}):
         with pytest.raises(KvlatheError, match="too many digits: round it"):
             guides().guide(Structure.json(schema))
     with pytest.raises(KvlatheError, match="as far as numbers are counted"):
         guides().guide(Structure.json({"type": "integer", "minimum": 1 << 70}))
+    with pytest.raises(KvlatheError, match="too many digits: round 5e-324"):
+        guides().guide(Structure.json({"type": "number", "minimum": 5e-324}))
 
 
 def test_names_by_a_pattern_are_refused_where_one_could_come_twice() -> None:
