@@ -37,7 +37,7 @@ from kvlathe.base.console import human_bytes, log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import appearing, foreign, whole_file
 from kvlathe.plan import manifest as manifests
-from kvlathe.plan.manifest import Manifest
+from kvlathe.plan.manifest import Manifest, Unreadable
 
 LIMIT_BYTES = 32 << 30
 """The cache keeps no more engines than this, and no more than half of what the disk has
@@ -62,9 +62,11 @@ SOURCES = (
     "layers/**/*.py",
     "export/**/*.py",
     "measuring/**/*.py",
+    "runtime/**/*.py",
     "engines/**/*.py",
 )
-"""Files of this package that decide what a build makes."""
+"""Files of this package that decide what a build makes, and what it says of it: engines
+that rank tokens are measured as they run."""
 FICLONE = 0x40049409
 """Linux ioctl_ficlone(2): a copy that shares its blocks with the original."""
 
@@ -167,13 +169,16 @@ def adopt(key: str) -> Manifest | None:
 
 
 def find(key: str) -> Manifest | None:
-    """The manifest of engine ``key``, its files verified. None if there is none; a
-    damaged one is dropped."""
+    """The manifest of engine ``key``, its files verified. None if there is none, or if
+    it cannot be read just now; a damaged one is dropped."""
     folder = engine_path(key)
     if not _is_ours(folder):
         return None
     try:
         manifest = manifests.verify(folder)
+    except Unreadable as error:
+        log.warning("a cached engine is not used: %s", error)
+        return None
     except KvlatheError as error:
         log.warning("a cached engine is dropped: %s", error)
         _remove(folder)
@@ -213,7 +218,6 @@ def keep(key: str, folder: Path) -> None:
                 f"{human_bytes(LIMIT_BYTES)}, or half of what the disk has for it",
                 "put KVLATHE_CACHE on a larger disk",
             )
-        prune(max_bytes=most - manifest.size)
         with appearing(kept) as work:
             (work / MARKER).touch()
             probe = manifests.MANIFEST_FILE
@@ -224,6 +228,7 @@ def keep(key: str, folder: Path) -> None:
                     f"this file system would need as much again in {kept.parent}",
                     "put KVLATHE_CACHE on the engine's own Btrfs or XFS",
                 )
+            prune(max_bytes=most - manifest.size)
             for name in (*manifest.files, manifests.MANIFEST_FILE):
                 _copy(folder / name, work / name)
     except (OSError, KvlatheError) as error:

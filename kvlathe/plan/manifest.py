@@ -49,8 +49,14 @@ LAST_HIDDEN, GIVEN = "last_hidden", "given"
 that guesses tokens is given."""
 REPLACEABLE = (EVALUATION_FILE, REPORT_FILE)
 """Files that may change after the build: nothing runs from them."""
-REFUSED = (errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE)
-"""What a system says of files that are sound."""
+REFUSED: Mapping[int, str] = {
+    errno.EACCES: "let this process read it",
+    errno.EPERM: "let this process read it",
+    errno.EIO: "look at the disk: the file may be sound",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+}
+"""What a system says of files that may be sound, and the remedy."""
 MOST_BYTES = 1 << 24
 """The most bytes of a manifest: a larger one is none of ours."""
 
@@ -66,6 +72,10 @@ named by the plan (plan/engine_folder.py)."""
 
 READ_SUFFIXES = {".json", ".jinja", ".onnx", ".data", ".engine", ".npz", ".html"}
 """Kinds of files that an engine is read from: none may lie in the folder unlisted."""
+
+
+class Unreadable(KvlatheError):
+    """The system does not let a file be read that may be sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,12 +314,9 @@ def _check_is_no_model(folder: Path) -> None:
 
 
 def _malformed(path: Path, error: Exception) -> KvlatheError:
-    if isinstance(error, OSError) and error.errno in REFUSED:
-        return KvlatheError(
-            f"{error.filename} cannot be read",
-            os.strerror(error.errno or 0).lower(),
-            "let this process read it",
-        )
+    if isinstance(error, OSError) and (number := error.errno or 0) in REFUSED:
+        fact = f"{error.filename} cannot be read"
+        return Unreadable(fact, os.strerror(number).lower(), REFUSED[number])
     return KvlatheError(
         f"{path} cannot be read",
         f"it is malformed ({error})",

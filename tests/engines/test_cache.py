@@ -134,12 +134,11 @@ def test_a_user_without_a_home_is_told_what_to_set(
 
 
 def test_a_key_changes_with_every_part_that_decides_an_engine() -> None:
-    """The parts are those that engines/ imports, directly or not, but for runtime/,
-    which runs engines and makes none."""
+    """The parts are those that engines/ imports, directly or not."""
     seen, left = set[str](), ["engines"]
     while left:
         seen.add(room := left.pop())
-        left += MAY_SEE[room] - seen - {"runtime"}
+        left += MAY_SEE[room] - seen
     patterns = (f"{room}/**/*.py" for room in seen)
     assert sorted(cache.SOURCES) == sorted(patterns)
 
@@ -266,6 +265,32 @@ def test_kept_engines_take_half_of_what_a_disk_has_for_them(
     cache.keep(KEYS["a"], engine(tmp_path / "large", bytes(20_000)))
     assert [entry.key for entry in cache.entries()] == [K]
     assert "not cached" in caplog.text and "half of what the disk" in caplog.text
+
+
+def test_an_engine_that_is_not_kept_takes_no_others_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 15_000)
+    cache.keep(K, engine(tmp_path / "first", bytes(10_000)))
+    monkeypatch.setattr(cache, "COPY_BYTES", 10_000)
+    monkeypatch.setattr(cache, "_shares_blocks", lambda *_: False)
+    cache.keep(KEYS["a"], engine(tmp_path / "second", bytes(10_000)))
+    assert [entry.key for entry in cache.entries()] == [K]
+
+
+@pytest.mark.parametrize("number", manifests.REFUSED)
+def test_a_kept_engine_that_cannot_be_read_just_now_is_not_dropped(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+
+    def refused(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "pieces_digest", refused)
+        assert cache.find(K) is None
+    assert cache.find(K) is not None
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(
