@@ -68,7 +68,7 @@ def measured(
     check_kl(found, config.max_kl, config.compression)
     if found is not None and found.breaks:
         log.warning("%s", found.warning)
-    if found is not None and found.is_short and not brief:
+    if found is not None and (found.is_short or found.is_idle) and not brief:
         log.warning(
             "%s tokens say %s of a longer cache: --measure-seconds %.0f gives the "
             "measurement more time than it had",
@@ -103,7 +103,7 @@ def check_kl(found: Measurement | None, most: float | None, compression: str) ->
         raise KvlatheError(
             f"--max-kl {most:g} cannot be held to by {compression} here",
             f"the {found.whole.tokens:,} tokens that there was time for are too few for "
-            "the plan to remove anything",
+            "the plan to remove any",
             f"give --measure-seconds {_more_seconds(found):.0f}",
         )
     if found.most_kl <= most:

@@ -75,7 +75,17 @@ def measure(
         PAGED if pages else SEALED,
         left_out,
         time.monotonic() - started,
+        is_idle=bool(left_out) and _is_idle(plan, whole[0], max(sums)),
     )
+
+
+def _is_idle(plan: CompressionPlan, whole: CompressionPlan, tokens: int) -> bool:
+    """Whether tokens leave the cache of ``plan``, beside those that the model's own
+    windows pass in ``whole``, but none before the last of ``tokens`` is read."""
+    own = set(plan.index.lives) - set(whole.index.lives)
+    limits = [life.most for life in own if life.drops]
+    limits += [stage.tokens for stage in plan.stages[1:]]
+    return bool(limits) and tokens <= min(limits) + plan.page_tokens
 
 
 def _through_pages(

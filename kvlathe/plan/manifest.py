@@ -33,7 +33,7 @@ from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 from kvlathe.plan.measurement import Measurement
 
 log = logging.getLogger("kvlathe")
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"

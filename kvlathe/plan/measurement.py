@@ -27,9 +27,6 @@ ENOUGH = 8
 LONG_ENOUGH = 1024
 """Tokens below which a measurement says little of a plan: its first page and the one that
 is being filled, which are in 16 bit, are much of what was read."""
-IDLE_KL = 1e-6
-"""Nats a token below which a short measurement shows no loss: budgets of tokens were not
-full yet, and 8 bit lose more."""
 MOST = 1e12
 """Stands for numbers beyond it, and for those that are none: JSON has no
 infinity."""
@@ -79,7 +76,8 @@ class LengthLoss:
 class Measurement:
     """``lengths``, shortest first; ``text`` says what was read, ``through`` what
     computed the plan, ``left_out`` which lengths were not measured and why (empty:
-    none), ``remedy`` what loses less than this plan."""
+    none), ``remedy`` what loses less than this plan. ``is_idle``: tokens leave the
+    plan's cache, but none did at these lengths, and longer ones were left out."""
 
     lengths: tuple[LengthLoss, ...]
     text: str
@@ -87,6 +85,7 @@ class Measurement:
     left_out: str
     seconds: float
     remedy: str = ""
+    is_idle: bool = False
 
     @property
     def whole(self) -> LengthLoss:
@@ -127,11 +126,6 @@ class Measurement:
         return bool(self.left_out) and self.whole.tokens < LONG_ENOUGH
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it ended before the plan had anything to remove."""
-        return self.is_short and self.whole.kl < IDLE_KL
-
-    @property
     def where(self) -> str:
         """``at 1,024 and 4,096 tokens of held-out text``."""
         lengths = listed([f"{one.tokens:,}" for one in self.lengths])
@@ -142,7 +136,7 @@ class Measurement:
         """All of it in one line, for people."""
         left = f" ({self.left_out})" if self.left_out else ""
         if self.is_idle:
-            left += ": too few for the plan to remove anything"
+            left += ": too few for the plan to remove any"
         return f"measured: {self.whole.words}, {self.where}{left}"
 
     @property

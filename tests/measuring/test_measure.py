@@ -220,6 +220,34 @@ def test_where_there_is_no_time_a_few_tokens_are_measured(
     assert math.isfinite(found.whole.kl) and found.whole.scored > 0
 
 
+@pytest.mark.parametrize(
+    ("compression", "idle"),
+    [
+        ("hack:bits=8", False),
+        ("window:sink=0,recent=64", False),
+        ("window:sink=0,recent=128", True),
+        ("window:sink=0,recent=128+hack:bits=2", True),
+        ("knorm:budget=64", False),
+        ("knorm:budget=128", True),
+    ],
+)
+def test_a_measurement_is_idle_where_the_plan_keeps_all_that_was_read(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compression: str,
+    idle: bool,
+) -> None:
+    """Whatever it lost: bits lose at any length. Pages have 64 tokens."""
+    monkeypatch.setattr(layerwise, "LEAST_TOKENS", 192)
+    checkpoint, made = planned(model, tmp_path / "engine", compression)
+    found = measure(checkpoint, made, Recorded(97), 0.0)
+    assert found is not None and found.whole.tokens == 192
+    assert found.is_idle == idle
+    found = measure(checkpoint, made, Recorded(97), ENOUGH)
+    assert found is not None and not found.is_idle
+
+
 @pytest.mark.slow
 def test_exercises_are_kept_by_a_plan_that_keeps_everything_and_lost_by_a_window(
     tmp_path: Path,

@@ -70,16 +70,18 @@ def test_a_measurement_passes_through_json() -> None:
     assert finite(math.nan) == finite(math.inf) == MOST and finite(2.5) == 2.5
 
 
-def test_a_short_measurement_without_loss_proves_nothing() -> None:
-    """512 tokens of a plan that keeps 512, say."""
-    short = dataclasses.replace(GOOD, tokens=512, kl=6e-8)
-    found = measured(short, left_out="no time for 1,024 tokens")
-    assert found.is_idle and "too few for the plan to remove anything" in found.line
-    with pytest.raises(KvlatheError, match=r"512 tokens .* too few.*--measure-seconds"):
-        check_kl(found, 0.05, "snapkv")
-    for one in (
-        measured(short),
-        measured(dataclasses.replace(short, kl=2e-6), left_out="x"),
-    ):
-        assert not one.is_idle
-        check_kl(one, 0.05, "snapkv")
+@pytest.mark.parametrize("kl", [0.0, 6e-8, 0.01])
+@pytest.mark.parametrize("tokens", [512, 1024, 4096])
+def test_a_measurement_that_removed_no_token_proves_nothing(
+    tokens: int, kl: float
+) -> None:
+    """The plan decides so, at any length; what else was lost does not."""
+    lost = dataclasses.replace(GOOD, tokens=tokens, kl=kl)
+    found = measured(lost, left_out="no time for 8,192 tokens")
+    check_kl(found, 0.05, "snapkv")
+    assert "too few" not in found.line
+    idle = dataclasses.replace(found, is_idle=True)
+    assert "too few for the plan to remove any" in idle.line
+    words = rf"{tokens:,} tokens .* too few.*--measure-seconds"
+    with pytest.raises(KvlatheError, match=words):
+        check_kl(idle, 0.05, "snapkv")
