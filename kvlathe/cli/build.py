@@ -27,6 +27,7 @@ from kvlathe.cli.common import (
     PATH,
     REVISION,
     TENSOR_PARALLEL,
+    Finite,
     Result,
     command_line,
     reports,
@@ -126,12 +127,12 @@ def flag(option: Option) -> Flag:
     if isinstance(default, bool):
         off = flag_of(f"no_{option.name}")
         return click.option(f"{name}/{off}", default=default, help=option.about)
-    kind: click.Choice[str] | click.FloatRange = click.Choice(
+    kind: click.Choice[str] | Finite = click.Choice(
         [str(value) for value in option.kind.values]
     )
     metavar = None
     if isinstance(number := option.kind, Number):
-        kind = click.FloatRange(number.least, number.most, max_open=number.below)
+        kind = Finite(number.least, number.most, max_open=number.below)
         metavar = "FRACTION"
     return click.option(
         name,
@@ -151,7 +152,7 @@ HOW_MUCH = (
     OF_RANKS["compression_ratio"],
     click.option(
         "--accuracy",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=Finite(0, 1, min_open=True),
         metavar="A",
         help="Remove as much as keeps this share of the uncompressed score; searched for.",
     ),
@@ -192,14 +193,14 @@ HOW_MUCH = (
     ),
     click.option(
         "--measure-seconds",
-        type=click.FloatRange(0, min_open=True),
+        type=Finite(0, min_open=True),
         metavar="SECONDS",
         help="Time of that measurement; more of it reads longer texts. [default: a fifth "
         "of the build, or up to 60 s by the model's size]",
     ),
     click.option(
         "--max-kl",
-        type=click.FloatRange(0),
+        type=Finite(0),
         metavar="NATS",
         help="Refuse a plan that was measured to lose more than this a token.",
     ),

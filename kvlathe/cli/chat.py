@@ -22,6 +22,7 @@ from kvlathe.cli.common import (
     PATH,
     SPECULATIVE,
     THREADS,
+    Finite,
     adapted,
     check_speculative,
     check_text,
@@ -140,10 +141,10 @@ class Conversation:
     show_default=True,
     help="Of one answer.",
 )
-@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True)
+@click.option("--temperature", type=Finite(0), default=0.7, show_default=True)
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     default=0.95,
     show_default=True,
     help="Of the probability: the likeliest tokens that have it are drawn from.",

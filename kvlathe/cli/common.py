@@ -145,7 +145,7 @@ CACHE_SIZE = click.option(
 )
 GPU_MEMORY = click.option(
     "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     default=devices.GPU_MEMORY_UTILIZATION,
     show_default=True,
     help="Share of a GPU's memory that this may take, an engine with its cache, whatever "

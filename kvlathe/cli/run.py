@@ -23,6 +23,7 @@ from kvlathe.cli.common import (
     SPECULATIVE,
     TENSOR_PARALLEL,
     THREADS,
+    Finite,
     Result,
     adapted,
     check_speculative,
@@ -74,7 +75,7 @@ def show_answer(result: Result) -> None:
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0),
+    type=Finite(0),
     default=0.0,
     show_default=True,
     help="0 always takes the likeliest.",
@@ -87,17 +88,17 @@ def show_answer(result: Result) -> None:
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     default=1.0,
     help="Draw from the likeliest of joint mass p.",
 )
 @click.option(
     "--min-p",
-    type=click.FloatRange(0, 1),
+    type=Finite(0, 1),
     default=0.0,
     help="Drop what is less likely than this share of the best.",
 )
-@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), default=1.0)
+@click.option("--repetition-penalty", type=Finite(0.01, 100), default=1.0)
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
@@ -181,7 +182,7 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
 )
 @click.option(
     "--keep",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     help="Share of its KV pairs that stay. [default: what the engine was built with]",
 )
 @click.option(

@@ -195,22 +195,25 @@ def test_wrong_usage_is_exit_code_2() -> None:
     assert kvlathe("engines", "prune").returncode == 2
 
 
+def floats_of(group: click.Group, *words: str) -> Iterator[tuple[str, ...]]:
+    """Every option of a float, with its command's words before it."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from floats_of(command, *words, name)
+        for parameter in command.params:
+            if isinstance(parameter.type, click.types.FloatParamType):
+                yield (*words, name, parameter.opts[0])
+
+
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
-@pytest.mark.parametrize(
-    "command",
-    [
-        "engines prune --max-gib",
-        "engines prune --older-than-days",
-        "bench-serve x --tolerance",
-        "bench-serve x --latency-factor",
-        "frontier --model x --bound",
-    ],
-)
-def test_numbers_that_are_none_are_wrong_usage(
-    command: str, number: str, capsys: pytest.CaptureFixture[str]
+def test_numbers_that_are_none_are_wrong_usage_of_every_command(
+    number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run([*command.split(), number]) == 2
-    assert "Invalid value" in capsys.readouterr().err
+    options = list(floats_of(cli.cli))
+    assert len(options) > 20 and ("engines", "prune", "--max-gib") in options
+    for *words, option in options:
+        assert cli.run([*words, option, number]) == 2, (words, option)
+        assert f"Invalid value for '{option}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["nanG", "infG", "0", "-1", "8X", ""])

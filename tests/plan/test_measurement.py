@@ -51,6 +51,8 @@ def test_lengths_count_by_their_places() -> None:
         ({"exercises": 40, "kept": 20}, False),
         ({"exercises": 40, "kept": 19}, True),
         ({"exercises": 7, "kept": 0}, False),
+        ({"kl": 0.0009, "same_token": 0.5}, False),
+        ({"kl": 0.0009, "exercises": 40, "kept": 19}, True),
     ],
 )
 def test_a_plan_breaks_the_model_where_any_length_does(
