@@ -277,14 +277,15 @@ class Guides:
         self._compiled.pop(next(kept for kept in owners if owners[kept] == greedy))
 
     def _compile(self, structure: Structure, seconds: float) -> LLMatcher | None:
-        trials = self._tries(seconds)
+        self._tries(seconds)  # it starts while this goes on
         vocabulary = self._walked
+        trials = self._tries(seconds)
         from llguidance import LLMatcher
 
         fact = f"the {structure.said} cannot be followed"
         try:
             source = source_of(structure)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StructureError(fact, str(error), "correct it") from error
         reason = trials.reason(source)
         if reason == TOO_SLOW and seconds == QUICK:
@@ -344,18 +345,36 @@ class Guides:
                 f"{error.name} is not installed",
                 f"run {pip_install('structured')}",
             ) from error
+        made = partial(LLTokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
         try:
-            return LLTokenizer(
-                self._known_tokens, n_vocab=self._vocabulary, eos_token=self._ends
-            )
+            return made(self._known_tokens)
         except BaseException as error:  # it raises what it likes, and panics
-            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
-                raise
+            check_fault(error)
+            log.warning(
+                "llguidance does not read the tokenizer with other names of its added "
+                "tokens (%s): a structure that spells one may fail",
+                error,
+            )
+        plain = walked_tokens(self._tokenizer, self._vocabulary, rename=False)
+        self._known_tokens = plain
+        for trials in self._trials.values():
+            trials.close()
+        self._trials.clear()
+        try:
+            return made(plain)
+        except BaseException as error:
+            check_fault(error)
             raise StructureError(
                 "this engine's answers cannot be structured",
                 f"its tokenizer is of a kind that is not known: {error}",
                 "leave the structure out",
             ) from error
+
+
+def check_fault(error: BaseException) -> None:
+    """Raises what is neither an exception nor a panic of Rust, as an interrupt."""
+    if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+        raise error
 
 
 def masks_of(guides: Sequence[Guide | None]) -> Masks | None:

@@ -22,11 +22,13 @@ HIDDEN = "\U0010fffd"
 """A character that no text has: it stands for nothing and never will."""
 
 
-def walked_tokens(tokenizer: Tokenizer, vocabulary: int) -> str:
-    """tokenizer.json of a model with ``vocabulary`` tokens, as llguidance gets it."""
+def walked_tokens(tokenizer: Tokenizer, vocabulary: int, rename: bool = True) -> str:
+    """tokenizer.json of a model with ``vocabulary`` tokens, as llguidance gets it.
+    ``rename``: added tokens get names that no text has."""
     said: Json = json.loads(tokenizer.backend.to_str())
     added = [one for one in said["added_tokens"] if one["id"] < vocabulary]
-    names = {name: f"<{HIDDEN}{id_}>" for id_, name in tokenizer.marks.items()}
+    marks = tokenizer.marks if rename else dict[int, str]()
+    names = {name: f"<{HIDDEN}{id_}>" for id_, name in marks.items()}
     for one in added:
         one["content"] = names.get(one["content"], one["content"])
     model = named(said["model"], names)
@@ -34,7 +36,8 @@ def walked_tokens(tokenizer: Tokenizer, vocabulary: int) -> str:
 
 
 def named(model: Json, names: Mapping[str, str]) -> Json:
-    """The tokenizer's model with other ``names`` of entries (old -> new)."""
+    """The tokenizer's model with other ``names`` of entries (old -> new). Merges that
+    build or use a renamed entry are left out: its own text is written in pieces, too."""
     entries = model["vocab"]
     kept: object
     if isinstance(entries, dict):
@@ -45,4 +48,11 @@ def named(model: Json, names: Mapping[str, str]) -> Json:
     renamed: Json = {**model, "vocab": kept}
     if (unknown := model.get("unk_token")) is not None:
         renamed["unk_token"] = names.get(unknown, unknown)
+    if merges := model.get("merges"):
+        prefix = model["continuing_subword_prefix"] or ""
+        renamed["merges"] = [
+            [left, right]
+            for left, right in merges
+            if names.keys().isdisjoint([left, right, left + right.removeprefix(prefix)])
+        ]
     return renamed

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.text import walked
 from kvlathe.runtime.text.guide import Guides, StructureError, masks_of
 from kvlathe.runtime.text.masks import Guide, Masks, apply_masks, no_bits
 from kvlathe.runtime.text.schema_numbers import BOUNDS, LOWER
@@ -140,6 +142,7 @@ UNKNOWN = {
     "look-ahead": Structure.regex("(?=a)b"),
     "back reference": Structure.regex(r"(a)\1"),
     "rule": Structure.grammar("start: none"),
+    "nested values": Structure.json({"const": json.loads("[" * 700 + "]" * 700)}),
     "nested": Structure.grammar("start: " + "(" * 4000 + '"a"' + ")" * 4000),
 }
 
@@ -227,10 +230,79 @@ def test_a_text_that_spells_an_added_token_can_be_written(
     backend.save(str(tmp_path / "tokenizer.json"))
     own = Tokenizer(tmp_path)
     assert own.encode(name) == [VOCABULARY]
-    guide = Guides(own, VOCABULARY + 1).guide(Structure.choice([f"a{name}b"]))
+    assert written(own, VOCABULARY + 1, f"a{name}b") == f"a{name}b"
+
+
+@pytest.mark.parametrize("form", ["pairs", "strings"])
+@pytest.mark.parametrize("name", ["agn", "ag"])
+def test_a_text_that_spells_a_token_that_merges_make_can_be_written(
+    tmp_path: Path, name: str, form: str
+) -> None:
+    """A name of the vocabulary that is special is built by a merge, or used by one."""
+    marked_folder(tmp_path, name)
+    if form == "strings":
+        path = tmp_path / "tokenizer.json"
+        said = json.loads(path.read_text("utf-8"))
+        said["model"]["merges"] = [" ".join(one) for one in said["model"]["merges"]]
+        path.write_text(json.dumps(said), "utf-8")
+    own = Tokenizer(tmp_path)
+    assert own.encode(name)[0] in own.marks and own.encode(name)[0] < VOCABULARY
+    assert written(own, VOCABULARY, f"x{name}b") == f"x{name}b"
+
+
+SMALL = {name: i for i, name in enumerate(["[UNK]", "a", "g", "n", "##g", "##n", "ag"])}
+MODELS: dict[str, Callable[[], tokenizers.models.Model]] = {
+    "unigrams": lambda: tokenizers.models.Unigram(
+        [("[UNK]", 0.0), ("a", -1.0), ("g", -1.0), ("n", -1.0), ("agn", -0.5)], unk_id=0
+    ),
+    "words' pieces": lambda: tokenizers.models.WordPiece(
+        {**SMALL, "agn": len(SMALL)}, unk_token="[UNK]"
+    ),
+    "merges of pieces": lambda: tokenizers.models.BPE(
+        {**SMALL, "agn": len(SMALL)},
+        [("a", "##g"), ("ag", "##n")],
+        continuing_subword_prefix="##",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokenizers_of_every_kind_are_read_with_a_mark_of_their_own(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = tokenizers.Tokenizer(MODELS[name]())
+    backend.decoder = tokenizers.decoders.ByteFallback()
+    backend.add_special_tokens(["agn"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    own = Guides(Tokenizer(tmp_path), backend.get_vocab_size())
+    assert own.guide(Structure.choice(["ag"])).asks and not caplog.messages
+
+
+def test_a_tokenizer_that_is_not_read_with_other_names_is_read_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named(model: dict[str, object], names: Mapping[str, str]) -> dict[str, object]:
+        return {**model, "vocab": {}} if names else model
+
+    monkeypatch.setattr(walked, "named", named)
+    marked_folder(tmp_path, "agn")
+    assert written(Tokenizer(tmp_path), VOCABULARY, "xb") == "xb"
+    assert "does not read the tokenizer with other names" in caplog.text
+
+
+def marked_folder(folder: Path, name: str) -> None:
+    """A tokenizer of which an entry of the vocabulary is special."""
+    backend = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    backend.add_special_tokens([name])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def written(own: Tokenizer, vocabulary: int, text: str) -> str:
+    """The text that a guide lets an answer write, where it lets it write one."""
+    guide = Guides(own, vocabulary).guide(Structure.choice([text]))
     ids: list[int] = []
     while guide.asks:
-        bits = no_bits(1, VOCABULARY + 1)
+        bits = no_bits(1, vocabulary)
         guide.fill(bits)
         ids.append(
             int(
@@ -239,8 +311,7 @@ def test_a_text_that_spells_an_added_token_can_be_written(
         )
         guide.accept(ids[-1])
         assert guide.failure is None
-    text = own.decode([one for one in ids if one not in own.eos_ids])
-    assert text == f"a{name}b"
+    return own.decode([one for one in ids if one not in own.eos_ids])
 
 
 def test_blanks_between_parts_of_json_come_to_an_end() -> None:
