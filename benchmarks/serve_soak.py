@@ -11,8 +11,9 @@ the same request's answer by itself, or first differs where the two likeliest to
 logits, alone, are within 1e-3. Prints one JSON line; fails otherwise, or below 99 %
 exact.
 
-From ten minutes on, it also fails where memory grows by MOST_SLOPE or more, or by a
-second step of LEAST_STEP after the first third of the run.
+From ten minutes on, it also fails where, after the first third of the run, memory grows
+by MOST_SLOPE or more, at its median or as a whole, by a step above MOST_STEP, or by a
+second step.
 """
 
 from __future__ import annotations
@@ -89,18 +90,30 @@ LEAST_STEP = 4.0
 """MB by which a process grows at once where ONNX Runtime's arena does: it takes 16 MB
 more where a step needs more than any before, and touches a part. Such steps come by
 chance. It doubles each time, so one after the warm-up is no leak, and two are one."""
+MOST_STEP = 18.0
+"""MB that such a step may be: 16 MiB, and what comes and goes beside them."""
 EVERY_SECONDS = 2.0
+ENDS = 10
+"""Samples whose median is the memory at an end of a run."""
 
 
 class Growth(NamedTuple):
-    """MB a minute beside the steps, and the steps, in MB."""
+    """MB a minute beside the steps; the steps, in MB; and MB by which memory grew from
+    the first ENDS samples to the last beside the steps, in so many minutes."""
 
     slope: float
     steps: list[float]
+    rise: float
+    minutes: float
 
     @property
     def leaks(self) -> bool:
-        return self.slope >= MOST_SLOPE or len(self.steps) > 1
+        return (
+            self.slope >= MOST_SLOPE
+            or len(self.steps) > 1
+            or max(self.steps, default=0.0) > MOST_STEP
+            or self.rise >= max(LEAST_STEP, MOST_SLOPE * self.minutes)
+        )
 
 
 def growth_of(minutes: Float64, mb: Float64) -> Growth:
@@ -117,7 +130,13 @@ def growth_of(minutes: Float64, mb: Float64) -> Growth:
     same = part[first] == part[second]
     first, second = first[same], second[same]
     slopes = (mb[second] - mb[first]) / (minutes[second] - minutes[first])
-    return Growth(float(np.median(slopes)), list(steps.values()))
+    rise = float(np.median(mb[-ENDS:]) - np.median(mb[:ENDS])) - sum(steps.values())
+    return Growth(
+        float(np.median(slopes)),
+        list(steps.values()),
+        rise,
+        float(minutes[-1] - minutes[0]),
+    )
 
 
 class Watch:
@@ -143,7 +162,7 @@ class Watch:
         self._ended.set()
         self._thread.join()
         if len(self._seen) < 3:
-            return Growth(0.0, [])
+            return Growth(0.0, [], 0.0, 0.0)
         minutes, mb = np.array(self._seen).T
         return growth_of(minutes, mb)
 
@@ -325,6 +344,7 @@ def main() -> None:
         "exact": exact,
         "pages_left_bytes": pages, "running_left": running, "rss_after_rounds": rounds,
         "rss_mb_a_minute": round(growth.slope, 3), "rss_mb_steps": growth.steps,
+        "rss_mb_beside_steps": round(growth.rise, 3),
         "preemptions": preemptions, "exit_code": code,
     }  # fmt: skip
     print(json.dumps(result))
