@@ -31,7 +31,7 @@ from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.tables import Table, Tables
 from kvlathe_vllm.worker import of_this_worker
 
-_makers: WeakValueDictionary[Table, Maker] = WeakValueDictionary()
+MAKERS: WeakValueDictionary[Table, Maker] = WeakValueDictionary()
 """The makers that the builders of this process have."""
 GUESSING = ("ngram", "suffix", "draft_model")
 """What guesses tokens without a cache of its own, or with layers of other names."""
@@ -146,7 +146,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         self.engine = engine
         self.count = vllm_config.scheduler_config.max_num_seqs
         self.guesses = vllm_config.speculative_config is not None
-        self.makers = Tables(_makers)
+        self.makers = Tables(MAKERS)
 
     @classmethod
     def get_cudagraph_support(
