@@ -35,6 +35,8 @@ PATIENCE_SECONDS = 0.05
 """A call waits so long for a child that another call has, and then gets its own."""
 MOST_IDLE = 2
 """Children that are kept for later calls."""
+MOST_CHILDREN = 8
+"""Children of one function at a time. Further calls wait."""
 Child = subprocess.Popen[bytes]
 
 
@@ -53,6 +55,7 @@ class Limited:
         self._free = threading.Condition()
         self._idle: list[Child] = []
         self._children = 0  # with those that compute
+        self._closed = False
         weakref.finalize(self, _end_all, self._idle)
 
     def __call__(self, *arguments: object) -> object:
@@ -74,8 +77,9 @@ class Limited:
         return answer["answer"]
 
     def close(self) -> None:
-        """End the children that wait for calls."""
+        """End the children that wait for calls, and others once their calls end."""
         with self._free:
+            self._closed = True
             self._children -= len(self._idle)
             _end_all(self._idle)
 
@@ -85,6 +89,7 @@ class Limited:
             self._free.wait_for(
                 lambda: self._idle or not self._children, PATIENCE_SECONDS
             )
+            self._free.wait_for(lambda: self._idle or self._children < MOST_CHILDREN)
             while self._idle:
                 child = self._idle.pop()
                 if child.poll() is None:
@@ -97,16 +102,17 @@ class Limited:
         except BaseException:
             with self._free:
                 self._children -= 1
+                self._free.notify_all()
             raise
 
     def _give_back(self, child: Child, sound: bool) -> None:
         with self._free:
-            kept = sound and len(self._idle) < MOST_IDLE
+            kept = sound and not self._closed and len(self._idle) < MOST_IDLE
             if kept:
                 self._idle.append(child)
             else:
                 self._children -= 1
-            self._free.notify()
+            self._free.notify_all()
         if not kept:
             _end(child)
 

@@ -17,11 +17,11 @@ from opentelemetry.trace import TracerProvider
 
 from kvlathe.base.errors import Asleep, EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
-from kvlathe.runtime.async_engine import RETRY_SECONDS, AsyncEngine
+from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.guide import Compiled, StructureError
 from kvlathe.server.choices import Json
-from kvlathe.server.errors import ApiError, refusal
+from kvlathe.server.errors import AGAIN, ApiError, refusal
 from kvlathe.server.jobs import Job, Jobs
 from kvlathe.server.replies import Prefix
 from kvlathe.server.schema import (
@@ -36,9 +36,6 @@ log = logging.getLogger("kvlathe")
 ONCE = {"x-should-retry": "false"}
 """OpenAI's clients send a request again after a 408 unless they are told not to: its
 time is over."""
-
-
-AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ class Answerer(Jobs):
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
         # Requests of each client that wait for their structures.
         self._compiling: Counter[str] = Counter()
-        self.turns = Turns()
+        self.turns = Turns(max_waiting=engine.max_waiting)
 
     async def job(
         self, request: CompletionRequest | ChatRequest, client: str = ""

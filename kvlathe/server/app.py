@@ -49,13 +49,7 @@ from kvlathe.server.schema import (
     PrefixRequest,
     TokenizeRequest,
 )
-from kvlathe.server.service import (
-    ERRORS,
-    STREAM,
-    Service,
-    client_of,
-    while_connected,
-)
+from kvlathe.server.service import ERRORS, STREAM, Service, while_connected
 
 MAX_BODY = 4 << 20
 
@@ -202,7 +196,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         if body.model is not None:
             service.check(body.model)
         work = partial(answerer.tokens, body)
-        ids = await answerer.turns.run(client_of(request), work)
+        ids = await service.prepared(request, work)
         names: list[str] | None = None
         if body.return_token_strs:
             names = [llm.tokenizer.backend.id_to_token(one) or "" for one in ids]

@@ -32,14 +32,15 @@ HEADER_SECONDS = 60.0
 
 
 SILENT_SECONDS = 60.0
-"""Between two lines in the log about too many connections."""
+"""Between two lines in the log about too many connections, or about what is no HTTP."""
 SETTLE_SECONDS = 0.5
 """Connections that are closed give their files back in this time."""
 RESERVE = 0.25
 """Share of the files that no connection takes: engine, disk cache, those to come."""
 OTHER_FILES = 32
-"""Files for those at least, beside the ones that are open when a server begins: pipes of
-the processes that templates and structures run in take most of them."""
+"""Files for those at least, beside the ones that are open when a server begins. Pipes to
+the children that templates run in take up to 16 (base/limited.py), and those to the
+programs that read templates and try structures 6."""
 OPEN_FILES = Path("/dev/fd")
 LEAST_CONNECTIONS = 4
 MOST_FILES = 1 << 16
@@ -89,15 +90,26 @@ def out_of_files(
     loop.default_exception_handler(dict(context))
 
 
-class Unsaid(logging.Filter):
-    """Uvicorn's warning of each request that is no HTTP: whoever likes could fill the
-    log with them."""
+class Seldom(logging.Filter):
+    """Uvicorn's warning of each request that is no HTTP is said once a minute, with
+    their count: whoever likes could fill the log with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told, self._count = -SILENT_SECONDS, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.msg != "Invalid HTTP request received."
+        if record.msg != "Invalid HTTP request received.":
+            return True
+        self._count += 1
+        if record.created - self._told < SILENT_SECONDS:
+            return False
+        record.msg = f"requests that were no HTTP, and got 400: {self._count}"
+        self._told, self._count = record.created, 0
+        return True
 
 
-logging.getLogger("uvicorn.error").addFilter(Unsaid())
+logging.getLogger("uvicorn.error").addFilter(Seldom())
 
 
 class Connection(H11Protocol):

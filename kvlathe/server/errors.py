@@ -37,6 +37,8 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+AGAIN = {"Retry-After": str(RETRY_SECONDS)}
+"""Of an answer to what may succeed later."""
 
 BUSY: Mapping[type[Busy], tuple[int, str]] = {
     Closing: (503, "shutting_down"),
@@ -124,9 +126,8 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
         return ApiError(status, str(error), code=code, headers=again)
     if isinstance(error, EngineStopped | OutOfPages | OutOfMemory):
         # No fault of the request: it may succeed later, here or elsewhere.
-        again = {"Retry-After": str(RETRY_SECONDS)}
         code = "shutting_down" if isinstance(error, EngineStopped) else "out_of_memory"
-        return ApiError(503, str(error), code=code, headers=again)
+        return ApiError(503, str(error), code=code, headers=AGAIN)
     if "is too long" in error.fact or "does not fit" in error.fact:
         return ApiError(400, f"{param}: {error}", param, TOO_LONG)
     return ApiError(
@@ -155,7 +156,11 @@ def unfit(error: ValidationError, fields: Mapping[str, object]) -> ApiError:
 
 
 def unexpected_error(error: Exception) -> ApiError:
-    """The HTTP error for a fault of the server itself."""
+    """The HTTP error for a fault of the server itself, or of a process that may open no
+    more files."""
+    if is_out_of_files(error):
+        said = "the server may open no more files just now (ulimit -n)"
+        return ApiError(503, said, code="out_of_files", headers=AGAIN)
     return ApiError(
         500, f"the server failed ({type(error).__name__}); its log says more"
     )
@@ -182,17 +187,6 @@ def handle(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return invalid_request(error).response(request.url.path)
 
-    async def no_file(request: Request, error: Exception) -> JSONResponse:
-        if not is_out_of_files(error):
-            raise error
-        return ApiError(
-            503,
-            "the server may open no more files just now (ulimit -n)",
-            code="out_of_files",
-            headers={"Retry-After": str(RETRY_SECONDS)},
-        ).response(request.url.path)
-
-    app.add_exception_handler(OSError, no_file)
     app.add_exception_handler(HTTPException, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
 

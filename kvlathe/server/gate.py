@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvlathe.server.connection import is_out_of_files
 from kvlathe.server.errors import ANTHROPIC_PATH, ApiError, unexpected_error
 
 log = logging.getLogger("kvlathe")
@@ -81,6 +82,8 @@ class Gate:
             if not begun:  # Starlette would answer outside of this gate
                 failed = unexpected_error(error).response(scope["path"])
                 await failed(scope, receive, send)
+                if is_out_of_files(error):
+                    return  # its reason is no fault
             raise  # into the log
 
     def _watched(

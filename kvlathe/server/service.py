@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from ipaddress import IPv6Address, IPv6Network
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -108,6 +109,12 @@ class Service:
         job.origin = origin
         return job
 
+    async def prepared(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of ``work``, once it is the client's turn. It leaves its line where
+        the client leaves."""
+        turn = self.answerer.turns.run(client_of(request), work)
+        return await while_connected(request, turn)
+
     async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
         """The whole answer, or a stream of events."""
         tenant = request.state.tenant
@@ -138,9 +145,25 @@ class Service:
 
 def client_of(request: Request) -> str:
     """Clients take turns at what is computed before their prompts: by their key, or
-    where nobody needs one, by their address."""
-    address = request.client.host if request.client else ""
-    return request.state.tenant or address
+    where nobody needs one, by their address: of IPv6 by its first 64 bits, since one
+    machine has all the others."""
+    host = request.client.host if request.client else ""
+    return request.state.tenant or network_of(host)
+
+
+def network_of(host: str) -> str:
+    """The network that one client has.
+
+    >>> network_of("2001:db8::7"), network_of("::ffff:192.0.2.1"), network_of("a")
+    ('2001:db8::/64', '192.0.2.1', 'a')
+    """
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return str(IPv6Network((int(address), 64), strict=False))
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:

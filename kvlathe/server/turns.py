@@ -11,19 +11,25 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from kvlathe.base.limited import MOST_CHILDREN
 from kvlathe.base.machine import processors
+from kvlathe.runtime.async_engine import MAX_WAITING
+from kvlathe.server.errors import AGAIN, ApiError
 
 MORE_THREADS = 4
-"""For clients that have nothing running while all processors are taken."""
-MOST_THREADS = 32
+"""For clients that have nothing running while all other threads are taken."""
+MOST_THREADS = MOST_CHILDREN - MORE_THREADS
+"""With ``MORE_THREADS`` no more than templates have children: none waits for one."""
 T = TypeVar("T")
 
 
 class Turns:
-    """As many threads as there are processors take what waits; the client goes next that
-    has the least running. So one client alone has them all. Another that comes then has
-    nothing running, and begins at once, in one of ``more`` threads: it waits behind
-    nobody's line. Work whose client has left keeps its thread until it ends.
+    """As many threads as there are processors, four at most, take what waits; the client
+    goes next that has the least running. So one client alone has them all. Others that
+    come then have nothing running: the first ``more`` of them begin at once, in threads
+    of their own. Those after them wait until any work ends, and then come before whoever
+    has something running. What waits ends with its request; work whose client has left
+    keeps its thread until it ends. A client's line has at most ``max_waiting`` (or 1).
 
     All is called in the thread of one loop.
 
@@ -32,8 +38,14 @@ class Turns:
     3
     """
 
-    def __init__(self, threads: int | None = None, more: int = MORE_THREADS) -> None:
-        self._threads = min(MOST_THREADS, threads or processors())
+    def __init__(
+        self,
+        threads: int | None = None,
+        more: int = MORE_THREADS,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._max_waiting = max(1, max_waiting)
+        self._threads = threads or min(MOST_THREADS, processors())
         self._most = self._threads + more
         self._pool = ThreadPoolExecutor(self._most, "kvlathe-turns")
         # What waits, by client: whose turn is longest ago comes first; none is empty.
@@ -41,13 +53,28 @@ class Turns:
         self._running: Counter[str] = Counter()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """The result of ``work``, once it is the client's turn."""
+        """The result of ``work``, once it is the client's turn. Raises ApiError where
+        too many of its requests wait."""
+        if len(self._lines.get(client, ())) >= self._max_waiting:
+            said = "too many requests of this client wait to be prepared"
+            raise ApiError(429, said, code="queue_full", headers=AGAIN)
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(client, deque()).append(
-            partial(self._start, client, work, result)
-        )
+        begin = partial(self._start, client, work, result)
+        self._lines.setdefault(client, deque()).append(begin)
         self._take_turns()
-        return await result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._leave(client, begin)
+            raise
+
+    def _leave(self, client: str, begin: Callable[[], None]) -> None:
+        """Take what has not begun out of its client's line."""
+        line = self._lines.get(client, deque())
+        with suppress(ValueError):  # it has begun
+            line.remove(begin)
+        if not line:
+            self._lines.pop(client, None)
 
     def _take_turns(self) -> None:
         """Start whatever may run now."""

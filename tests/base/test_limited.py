@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvlathe.base import limited
 from kvlathe.base.chat_template import environment, read_template, sandbox
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.limited import MOST_IDLE, Limited, LimitError
@@ -100,6 +101,42 @@ def test_calls_that_take_long_hold_up_no_other() -> None:
     assert len(sleep._idle) == sleep._children == MOST_IDLE
     sleep.close()
     assert sleep._children == 0
+
+
+def test_more_calls_than_children_wait_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two children are asked in turns, by six threads that have no patience."""
+    monkeypatch.setattr(limited, "MOST_CHILDREN", 2)
+    sleep, most, done = Limited("time", "sleep", seconds=20), [0], list[object]()
+    started = sleep._started
+
+    def counted() -> limited.Child:
+        most.append(sleep._children)
+        return started()
+
+    monkeypatch.setattr(sleep, "_started", counted)
+    threads = [
+        threading.Thread(target=lambda: done.append(sleep(0.2))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert done == [None] * 6 and max(most) == 2
+    sleep.close()
+
+
+def test_children_of_calls_that_run_while_it_is_closed_end_with_their_calls() -> None:
+    sleep = Limited("time", "sleep", seconds=20)
+    sleep(0.0)
+    (child,) = sleep._idle
+    slow = threading.Thread(target=sleep, args=(0.5,))
+    slow.start()
+    while sleep._idle:
+        time.sleep(0.01)
+    sleep.close()
+    assert child.poll() is None
+    slow.join()
+    assert not sleep._idle and sleep._children == 0 and child.poll() is not None
 
 
 def test_a_child_ends_with_its_parent() -> None:

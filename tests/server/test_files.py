@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import resource
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.limited import MOST_CHILDREN
 from kvlathe.server import connection
 from kvlathe.server.connection import LEAST_CONNECTIONS, OTHER_FILES, raise_file_limit
+from kvlathe.server.errors import handle
 from kvlathe.server.run import url_of
 from kvlathe.server.turns import Turns
 from tests.support.serving_cases import KEY, MODEL_NAME, Served
@@ -36,6 +43,49 @@ def test_connections_leave_files_for_all_else_or_the_server_says_so(
     most = raise_file_limit()
     assert most >= LEAST_CONNECTIONS and limit - most >= 10 + OTHER_FILES
     assert limit < MANY or most == MANY * 3 // 4
+
+
+def test_files_are_left_for_pipes_to_all_children_of_templates() -> None:
+    """Two for each, two more for each of three other programs, and for one that is being
+    started."""
+    assert OTHER_FILES >= 2 * MOST_CHILDREN + 2 * 3 + 6
+
+
+def test_a_connection_that_is_reset_in_an_answer_is_no_other_error() -> None:
+    """Starlette makes one of every error that an application handles."""
+    app = FastAPI()
+    handle(app)
+
+    async def pieces() -> AsyncGenerator[str, None]:
+        yield "a"
+        raise ConnectionResetError("the other end has gone")
+
+    @app.get("/")
+    async def begun() -> StreamingResponse:
+        return StreamingResponse(pieces())
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            await client.get("http://localhost/")
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(ask())
+
+
+def test_requests_that_are_no_http_are_said_once_a_minute_with_their_count() -> None:
+    """Other lines of uvicorn's are left as they are."""
+    seldom = connection.Seldom()
+
+    def said(text: str, seconds: float) -> str | None:
+        record = logging.LogRecord("u", logging.WARNING, "", 0, text, None, None)
+        record.created = seconds
+        return record.getMessage() if seldom.filter(record) else None
+
+    bad = "Invalid HTTP request received."
+    found = [said(bad, seconds) for seconds in (1e9, 1e9 + 1, 1e9 + 59, 1e9 + 61)]
+    assert found[0] and found[0].endswith(": 1") and found[1:3] == [None, None]
+    assert found[3] and found[3].endswith(": 3")
+    assert said("Started server", 1e9 + 62) == "Started server"
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])

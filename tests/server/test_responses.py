@@ -4,6 +4,7 @@ own types."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from kvlathe.server.responses import paths
 from kvlathe.server.responses.items import ITEMS, turns_of
-from kvlathe.server.responses.store import Kept, Store
+from kvlathe.server.responses.store import ITEM_BYTES, Kept, Store
 from tests.support.runtime_cases import llm
 from tests.support.serving_cases import (
     KEY,
@@ -321,6 +323,52 @@ def test_items_become_the_turns_that_a_template_knows() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "h"},
         {"role": "assistant", "content": "", "tool_calls": [call("3", "i")]},
     ]
+
+
+def test_a_conversation_is_read_in_its_clients_turn(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the thread that all streams are written in."""
+    readers, whole = list[str](), Kept.conversation
+
+    def read(kept: Kept) -> list[Json]:
+        readers.append(threading.current_thread().name)
+        return whole.__get__(kept)
+
+    monkeypatch.setattr(Kept, "conversation", property(read))
+    first = client.responses.create(**ASKED, input="a")
+    behind: Any = {"input": "b", "previous_response_id": first.id}
+    client.responses.create(**ASKED, **behind)
+    client.responses.input_tokens.count(model=MODEL_NAME, **behind)
+    assert len(readers) == 2 and all("turns" in name for name in readers)
+
+
+def test_a_conversation_that_is_too_long_is_gone_on_with_no_further(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before it is read, and can be looked at."""
+    first = client.responses.create(**ASKED, input="a" * 400)
+    monkeypatch.setattr(paths, "MOST_CONVERSATION", 1000)
+    with pytest.raises(openai.BadRequestError, match="1,000 may be gone on") as refused:
+        client.responses.create(**ASKED, input="b", previous_response_id=first.id)
+    assert refused.value.param == "previous_response_id"
+    assert client.responses.retrieve(first.id).output == first.output
+
+
+def test_a_page_of_items_reads_none_of_them() -> None:
+    """They may have megabytes."""
+    items = [(str(i), b"?" * (i + 1)) for i in range(4)]
+    page = paths.page_of(items, 2, "0")
+    assert page.startswith(b'{"data": [??, ???], ')
+    rest = json.loads(page.replace(b"??, ???", b""))
+    assert (rest["first_id"], rest["last_id"], rest["has_more"]) == ("1", "2", True)
+    assert json.loads(paths.page_of([], 2, None))["data"] == []
+
+
+def test_items_count_as_what_they_take() -> None:
+    kept = Kept.of({"id": "r", "output": [3]}, [{"id": "a"}, {"id": "b"}])
+    assert kept.conversation == [{"id": "a"}, {"id": "b"}, 3]
+    assert kept.size == len(kept.response) + 2 * (ITEM_BYTES + len(b'{"id": "a"}'))
 
 
 def test_nobody_pushes_responses_of_another_out() -> None:

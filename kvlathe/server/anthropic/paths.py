@@ -11,7 +11,7 @@ from kvlathe.server.anthropic.answer import Writer
 from kvlathe.server.anthropic.request import NAMES, MessagesRequest, PromptRequest
 from kvlathe.server.errors import ApiError, renamed
 from kvlathe.server.replies import AnthropicMessage, TokenCount
-from kvlathe.server.service import ERRORS, STREAM, Service, client_of
+from kvlathe.server.service import ERRORS, STREAM, Service
 from kvlathe.server.written import answer, events_of
 
 
@@ -48,7 +48,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
         service.check(body.model)
         try:
             work = partial(answerer.chat_tokens, body.chat())
-            count = await answerer.turns.run(client_of(request), work)
+            count = await service.prepared(request, work)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         return JSONResponse({"input_tokens": count})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from enum import Enum
@@ -12,14 +13,15 @@ from typing import Annotated, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from kvlathe.server.errors import ApiError, renamed
+from kvlathe.server.errors import TOO_LONG, ApiError, renamed
 from kvlathe.server.fields import Json
 from kvlathe.server.replies import InputTokens, ItemList, ResponseObject
 from kvlathe.server.responses.answer import PREFIXES, Writer, new_id
-from kvlathe.server.responses.items import ITEMS, Item
+from kvlathe.server.responses.items import ITEMS
 from kvlathe.server.responses.request import NAMES, PromptRequest, ResponsesRequest
-from kvlathe.server.responses.store import Kept, Store
-from kvlathe.server.service import ERRORS, STREAM, Service, client_of
+from kvlathe.server.responses.store import MOST_CONVERSATION, Kept, Store
+from kvlathe.server.schema import ChatRequest
+from kvlathe.server.service import ERRORS, STREAM, Service
 from kvlathe.server.written import answer, events_of
 
 TAGS: list[str | Enum] = ["OpenAI"]
@@ -31,13 +33,16 @@ class Responses:
     def __init__(self, service: Service) -> None:
         self.service, self.store = service, Store()
 
-    def items(self, request: PromptRequest, tenant: str) -> list[Json]:
-        """The items of a conversation, those before the request among them. Raises
-        ApiError where it goes on with a response that is not kept."""
-        before: list[Json] = []
-        if name := request.previous_response_id:
-            kept = self.store.get(tenant, name)
-            if kept is None:
+    async def chat(
+        self, request: Request, body: PromptRequest
+    ) -> tuple[list[Json], ChatRequest]:
+        """The items of a conversation, those before the request among them, and the chat
+        that they are: read once it is the client's turn. Raises ApiError where it goes
+        on with a response that is not kept."""
+        before = None
+        if name := body.previous_response_id:
+            before = self.store.get(request.state.tenant, name)
+            if before is None:
                 raise ApiError(
                     400,
                     f"Previous response with id '{name:.80}' not found: it was not "
@@ -45,15 +50,26 @@ class Responses:
                     "previous_response_id",
                     "previous_response_not_found",
                 )
-            before = kept.conversation
-        return [*before, *map(named, request.items)]
+            if before.size > MOST_CONVERSATION:
+                raise ApiError(
+                    400,
+                    f"the conversation has {before.size:,} bytes, and one with at most "
+                    f"{MOST_CONVERSATION:,} may be gone on with: send what matters of it "
+                    "as input",
+                    "previous_response_id",
+                    TOO_LONG,
+                )
 
-    async def answer(
-        self, request: Request, body: ResponsesRequest, items: list[Json]
-    ) -> Response:
+        def read() -> tuple[list[Json], ChatRequest]:
+            items = [*(before.conversation if before else ()), *map(named, body.items)]
+            return items, body.chat(ITEMS.validate_python(items))
+
+        return await self.service.prepared(request, read)
+
+    async def answer(self, request: Request, body: ResponsesRequest) -> Response:
         tenant = request.state.tenant
         try:
-            chat = body.chat(validated(items))
+            items, chat = await self.chat(request, body)
             job = await self.service.job(request, chat)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
@@ -91,11 +107,6 @@ class Responses:
         return ApiError(404, said, "response_id", "response_not_found")
 
 
-def validated(items: list[Json]) -> Sequence[Item]:
-    """Items that were checked before."""
-    return ITEMS.validate_python(items)
-
-
 def named(item: Json) -> Json:
     """An item with an id."""
     prefix = {**PREFIXES, "function_call_output": "fco"}[item["type"]]
@@ -116,9 +127,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def create(request: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation with items: thoughts, messages, calls of functions."""
         service.check(body.model)
-        return await responses.answer(
-            request, body, responses.items(body, request.state.tenant)
-        )
+        return await responses.answer(request, body)
 
     @app.post(
         "/v1/responses/input_tokens",
@@ -129,11 +138,10 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def input_tokens(request: Request, body: PromptRequest) -> Response:
         """Tokens of the prompt that a request would have."""
         service.check(body.model)
-        items = responses.items(body, request.state.tenant)
         try:
-            chat = body.chat(validated(items))
+            _, chat = await responses.chat(request, body)
             work = partial(service.answerer.chat_tokens, chat)
-            count = await service.answerer.turns.run(client_of(request), work)
+            count = await service.prepared(request, work)
         except ApiError as refused:
             raise renamed(refused, NAMES) from refused
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -157,7 +165,8 @@ def add_kept(app: FastAPI, responses: Responses) -> None:
                 "stream",
                 "unsupported",
             )
-        return JSONResponse(responses.kept(request.state.tenant, name).response)
+        kept = responses.kept(request.state.tenant, name)
+        return Response(kept.response, media_type="application/json")
 
     @app.delete("/v1/responses/{name}", responses={404: ERRORS[404]}, tags=TAGS)
     async def delete(request: Request, name: str) -> Response:
@@ -181,25 +190,26 @@ def add_kept(app: FastAPI, responses: Responses) -> None:
         """The items before a response's output. ``order``: "desc", the newest first;
         ``after``: the id of the item before the first."""
         items = responses.kept(request.state.tenant, name).items
-        return JSONResponse(
-            page_of(items if order == "asc" else items[::-1], limit, after)
-        )
+        page = page_of(items if order == "asc" else items[::-1], limit, after)
+        return Response(page, media_type="application/json")
 
 
-def page_of(items: Sequence[Json], limit: int, after: str | None) -> Json:
-    """At most ``limit`` of the items, the first of them the one behind the item with the
-    id ``after``. Raises ApiError where no item has that id."""
-    ids = [item["id"] for item in items]
+def page_of(items: Sequence[tuple[str, bytes]], limit: int, after: str | None) -> bytes:
+    """JSON of at most ``limit`` of the items (ids, and items as JSON), the first of them
+    the one behind the item with the id ``after``. None is read: they may have megabytes.
+    Raises ApiError where no item has that id."""
+    ids = [one for one, _ in items]
     if after is not None and after not in ids:
         raise ApiError(
             404, f"after: there is no item '{after:.80}'", "after", "item_not_found"
         )
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
-    return {
+    rest = {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
         "has_more": len(items) > start + limit,
     }
+    data = b", ".join(text for _, text in page)
+    return b'{"data": [%b], %b' % (data, json.dumps(rest).encode()[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlathe.server.fields import Json
@@ -11,37 +12,40 @@ from kvlathe.server.fields import Json
 MOST_BYTES = 64 << 20
 """Bytes of all responses that are kept."""
 MOST_RESPONSES = 4096
+MOST_CONVERSATION = 8 << 20
+"""Bytes of a response and the items before it, with which another may go on."""
+ITEM_BYTES = 256
+"""What an item takes beside its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response, and the items that came before its output, as JSON. A conversation's
-    items are there with each of its responses."""
+    """A response as JSON, and the items that came before its output: each one's id, and
+    the item as JSON. A conversation's items are there with each of its responses.
+
+    JSON of megabytes takes long to read, and Python does nothing else meanwhile. So each
+    item stands for itself, and is read where it is asked for."""
 
     id: str
-    text: bytes
+    response: bytes
+    items: tuple[tuple[str, bytes], ...] = ()
 
     @classmethod
-    def of(cls, response: Json, items: list[Json]) -> Kept:
-        return cls(response["id"], json.dumps([response, items]).encode())
+    def of(cls, response: Json, items: Sequence[Json]) -> Kept:
+        texts = ((item["id"], json.dumps(item).encode()) for item in items)
+        return cls(response["id"], json.dumps(response).encode(), tuple(texts))
 
     @property
     def size(self) -> int:
-        return len(self.text)
-
-    @property
-    def response(self) -> Json:
-        return json.loads(self.text)[0]
-
-    @property
-    def items(self) -> list[Json]:
-        return json.loads(self.text)[1]
+        return len(self.response) + sum(
+            ITEM_BYTES + len(text) for _, text in self.items
+        )
 
     @property
     def conversation(self) -> list[Json]:
         """The items of the conversation so far."""
-        response, items = json.loads(self.text)
-        return [*items, *response["output"]]
+        before = [json.loads(text) for _, text in self.items]
+        return [*before, *json.loads(self.response)["output"]]
 
 
 class Store:
