@@ -50,8 +50,7 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.adapter_maps import AdapterMap
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import read_plan
-from kvlathe.plan.layer_block import as_held
-from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.layer_block import held_layout, host_warning
 from kvlathe.plan.manifest import (
     BASIS_FILE,
     HEADS_FILE,
@@ -389,17 +388,12 @@ def _describe(
 
 
 def kv_bytes(config: BuildConfig, plan: CompressionPlan, limits: Limits) -> KvBytes:
-    layout = _layout(config, plan)
+    layout = held_layout(plan, BACKENDS[config.backend].hosted)
     return KvBytes(
         per_token=layout.bytes_per_token(limits.max_seq_len),
         baseline=bytes_per_token(plan.model, config.hot_bits),
         baseline_16bit=bytes_per_token(plan.model, 16),
     )
-
-
-def _layout(config: BuildConfig, plan: CompressionPlan) -> CacheLayout:
-    """The pages that sequences hold where the engine runs."""
-    return CacheLayout(as_held(plan) if BACKENDS[config.backend].hosted else plan)
 
 
 def _architectures(job: Job, plan: CompressionPlan) -> tuple[str, ...]:
@@ -425,7 +419,10 @@ def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -
     facts["bytes of the weights"] = described.weight_bytes
     if state := planned.plan.model.state_bytes:
         facts["bytes of a sequence's state, 32 bit"] = state
-    layout, limits = _layout(order.config, planned.plan), described.limits
+    held = planned.plan, BACKENDS[described.backend].hosted
+    if warning := host_warning(*held):
+        facts["warning: windows"] = warning
+    layout, limits = held_layout(*held), described.limits
     data = ReportData(
         model=described.model,
         command=described.command,

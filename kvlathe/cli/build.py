@@ -42,6 +42,7 @@ from kvlathe.cli.show import (
     shards_of,
     show_memory,
     show_shards,
+    warnings_of,
 )
 from kvlathe.engines.rotation import CHECKPOINT
 from kvlathe.export.methods.options import Number, Option, RankOptions, options_of
@@ -92,6 +93,8 @@ def show_build(result: Result) -> None:
         rows.append(("searched", result["searched"]))
     if result["measured"] and result["measured"]["warning"]:
         rows.append(("warning: measured", result["measured"]["warning"]))
+    if result["warnings"].get("windows"):
+        rows.append(("warning: windows", result["warnings"]["windows"]))
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
     show_memory(result["memory"])
     show_shards(result["shards"], result["tokens"])
@@ -446,6 +449,7 @@ def describe(engine: Path, num_shards: int = 1) -> Result:
         "shards": shards_of(opened.plan, num_shards, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),
         "measured": measured_of(manifest),
+        "warnings": warnings_of(opened.plan, manifest),
         "compaction": opened.plan.index.compaction,
         "searched": str(opened.plan.notes.get(SEARCHED, "")),
     }

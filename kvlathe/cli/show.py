@@ -66,9 +66,14 @@ def facts(result: Result) -> list[tuple[str, object]]:
 
 def warnings_of(plan: CompressionPlan, manifest: Manifest) -> dict[str, str]:
     """Everything that a build warned of, by name."""
+    from kvlathe.engines.backends import BACKENDS
+    from kvlathe.plan.layer_block import host_warning
+
     said = {name: str(plan.notes[name]) for name in WARNINGS if name in plan.notes}
     if manifest.measured and manifest.measured.breaks:
         said["measured"] = manifest.measured.warning
+    if warning := host_warning(plan, BACKENDS[manifest.backend].hosted):
+        said["windows"] = warning
     return said
 
 
@@ -130,12 +135,13 @@ def show_memory(rows: list[dict[str, int]]) -> None:
 
 def memory_of(plan: CompressionPlan, manifest: Manifest) -> list[dict[str, int]]:
     """The rows of an engine's memory table."""
-    from kvlathe.plan.layout import CacheLayout
+    from kvlathe.engines.backends import BACKENDS
+    from kvlathe.plan.layer_block import held_layout
     from kvlathe.plan.memory import memory_table
 
     limits = manifest.limits
     sizes = (limits.max_seq_len, limits.max_batch_size, manifest.weight_bytes)
-    return memory_table(CacheLayout(plan), *sizes)
+    return memory_table(held_layout(plan, BACKENDS[manifest.backend].hosted), *sizes)
 
 
 def show_ranks(lanes: list[Result], head_dim: int) -> None:

@@ -79,6 +79,23 @@ def as_held(plan: CompressionPlan) -> CompressionPlan:
     return dataclasses.replace(plan, groups=tuple(groups))
 
 
+def held_layout(plan: CompressionPlan, hosted: bool) -> CacheLayout:
+    """The pages that sequences hold where an engine runs: all that people are told of
+    bytes is counted by it. ``hosted``: whether a host's blocks hold them."""
+    return CacheLayout(as_held(plan) if hosted else plan)
+
+
+def host_warning(plan: CompressionPlan, hosted: bool) -> str:
+    """Where ``held_layout`` counts blocks as freed that a host keeps on a GPU; else
+    empty."""
+    if not hosted or not held_layout(plan, hosted).bounded:
+        return ""
+    return (
+        "bytes a token are those of vLLM on a CPU: on a GPU it frees no blocks behind a "
+        "window, and all tokens take memory"
+    )
+
+
 @dataclass(frozen=True)
 class LayerBlock:
     """The block of ``layer`` of a plan, whose ``layout`` all layers share. Bytes count

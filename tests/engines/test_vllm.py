@@ -4,6 +4,7 @@ blocks cannot hold."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlathe.base.console import human_bytes
 from kvlathe.base.errors import KvlatheError
+from kvlathe.cli import main as cli
 from kvlathe.engines.build import BuildConfig, build, preview
 from kvlathe.engines.targets.vllm import check_plan
 from kvlathe.export.folding.host_heads import write_heads
@@ -135,6 +138,27 @@ def test_blocks_hold_what_some_head_of_their_layer_sees() -> None:
     to_the_token = Window.of_tokens(21, 16)
     group = dataclasses.replace(plan.groups[0], life=to_the_token)
     assert newest(dataclasses.replace(plan, groups=(group,)), 0) == 21
+
+
+@pytest.mark.parametrize("sink", [0, 64])
+def test_all_that_is_told_of_bytes_counts_the_same_blocks(
+    sink: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The build's table, the manifest and the report; where blocks are freed on a CPU
+    alone, all three say so."""
+    compression = f"window:sink={sink},recent=64"
+    words = ["--model", str(model), "--output-dir", str(tmp_path / "engine")]
+    words += ["--backend", "vllm", "--compression", compression, "--no-measure"]
+    assert cli.run(["build", *words, "--no-cache", "--json"]) == 0
+    built = json.loads(capsys.readouterr().out)
+    longest = built["memory"][-1]
+    per_token = verify(tmp_path / "engine").kv_bytes.per_token
+    assert longest["steady"] == per_token * longest["tokens"]
+    page = (tmp_path / "engine" / "report.html").read_text("utf-8")
+    assert human_bytes(longest["steady"]) in page
+    assert (longest["steady"] < longest["uncompressed"]) == (sink == 0)
+    for text in (str(built["warnings"]), page):
+        assert ("on a GPU it frees no blocks" in text) == (sink == 0)
 
 
 def test_a_plan_that_shows_more_than_the_model_is_refused() -> None:
