@@ -53,11 +53,20 @@ class LengthLoss:
     kept: Count = 0
 
     @property
+    def broken(self) -> frozenset[str]:
+        """The fields whose losses break the model."""
+        faults = {
+            "kl": self.kl > MOST_KL,
+            "same_token": self.same_token < LEAST_SAME and self.kl > TIED_KL,
+            "kept": self.exercises >= ENOUGH
+            and self.kept < LEAST_KEPT * self.exercises,
+        }
+        return frozenset(name for name, breaks in faults.items() if breaks)
+
+    @property
     def breaks(self) -> bool:
         """Whether a plan that loses so much breaks the model."""
-        if self.exercises >= ENOUGH and self.kept < LEAST_KEPT * self.exercises:
-            return True
-        return self.kl > MOST_KL or (self.same_token < LEAST_SAME and self.kl > TIED_KL)
+        return bool(self.broken)
 
     @property
     def words(self) -> str:
@@ -114,6 +123,11 @@ class Measurement:
     def most_kl(self) -> float:
         """The largest KL of any length."""
         return max(one.kl for one in self.lengths)
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """The fields whose losses break the model at any length."""
+        return frozenset[str]().union(*(one.broken for one in self.lengths))
 
     @property
     def breaks(self) -> bool:

@@ -254,6 +254,30 @@ def test_accuracy_comes_first_and_beside_the_uncompressed_model() -> None:
     assert "62 of 64" in text and "none asked" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "marked"),
+    [
+        ({}, []),
+        ({"kl": 0.06}, ["KL"]),
+        ({"same_token": 0.89}, ["same next token"]),
+        ({"kept": 31}, ["exercises kept"]),
+        ({"kl": 0.06, "kept": 31}, ["KL", "exercises kept"]),
+    ],
+)
+def test_the_number_that_breaks_a_model_is_marked(
+    change: dict[str, Any], marked: list[str]
+) -> None:
+    first, second = LOSS.lengths
+    loss = dataclasses.replace(
+        LOSS, lengths=(dataclasses.replace(first, **change), second)
+    )
+    page = words(dataclasses.replace(make_data(), loss=loss))
+    assert re.findall(r'<td class="n bad" data-name="([^"]+)"', page) == marked
+    card = page[page.index("Lost beside") : page.index("KV cache of")]
+    assert card.count("bad") == len(marked)
+    assert ('<b class="bad">' in card) == ("KL" in marked)
+
+
 def test_a_loss_without_bound_is_no_number_of_the_page() -> None:
     lost = LengthLoss(1024, 2, 2046, MOST, 0.0, MOST)
     text = words(
