@@ -244,6 +244,48 @@ def test_streams_that_are_closed_lead_nowhere(closed: str) -> None:
         assert done.returncode == code and "Traceback" not in done.stderr
 
 
+WRITES_A_FILE = """
+import os, sys
+from pathlib import Path
+import click
+from kvlathe.cli import main as cli
+from kvlathe.cli.common import reports
+
+@click.command("writes")
+@click.argument("path", type=Path)
+@reports(print)
+def writes(path):
+    with path.open("wb", buffering=0) as file:
+        file.write(b"first")
+        print("said", flush=True)
+        for stream in (1, 2):
+            os.write(stream, b"said by C")
+        file.write(b"last")
+    return {}
+
+cli.cli.add_command(writes)
+cli.main(["writes", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_file_has_nothing_of_what_is_said_to_closed_streams(
+    closed: str, tmp_path: Path
+) -> None:
+    """Else the file that is opened next has the number of a stream that was closed."""
+    (tmp_path / "program.py").write_text(WRITES_A_FILE, "utf-8")
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} program.py file {closed}",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert (tmp_path / "file").read_bytes() == b"firstlast"
+
+
 def test_ctrl_c_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
