@@ -57,7 +57,7 @@ def said(served: Served, data: bytes, sizes: random.Random | None = None) -> byt
 def test_bytes_that_are_no_http_end_their_connection_without_a_traceback(
     served: Served, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Wherever it stands, and however it comes."""
+    """Wherever it stands, and however it comes. One line a minute at most counts them."""
     caplog.set_level(logging.WARNING)
     for sizes in (None, random.Random(1)):
         answer = said(served, NOISE[name], sizes)
@@ -65,7 +65,8 @@ def test_bytes_that_are_no_http_end_their_connection_without_a_traceback(
             line[9:12] for line in answer.split(b"\r\n") if line[:5] == b"HTTP/"
         ]
         assert {*statuses} <= {b"200", b"400"}
-    assert not caplog.records
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) <= 1 and all("were no HTTP" in text for text in texts)
     assert httpx.get(f"{served.url}/health").status_code == 200
     until(lambda: not served.engine.open)
 
