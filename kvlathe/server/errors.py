@@ -38,7 +38,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 AGAIN = {"Retry-After": str(RETRY_SECONDS)}
-"""Of an answer to what may succeed later."""
+"""Headers of an answer to what may succeed later."""
 
 BUSY: Mapping[type[Busy], tuple[int, str]] = {
     Closing: (503, "shutting_down"),

@@ -15,7 +15,7 @@ MOST_RESPONSES = 4096
 MOST_CONVERSATION = 8 << 20
 """Bytes of a response and the items before it, with which another may go on."""
 ITEM_BYTES = 256
-"""What an item takes beside its text."""
+"""Bytes that an item takes beside its text."""
 
 
 @dataclass(frozen=True, slots=True)
