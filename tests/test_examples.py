@@ -24,8 +24,10 @@ def fill(folder: Path) -> None:
 
 def examples(path: Path) -> Iterator[doctest.DocTest]:
     """The docstrings of a file that hold examples."""
-    name = ".".join(("kvlathe", *segments_of(name_of(path))))
-    module = importlib.import_module(name)
+    parts = "kvlathe", *segments_of(name_of(path))
+    if parts[1] == "integrations":  # packages of their own, each in its folder
+        parts = parts[3:]
+    module = importlib.import_module(".".join(parts))
     engine = made_once("examples", fill)
     for test in doctest.DocTestFinder().find(module, extraglobs={"engine": engine}):
         if test.examples:

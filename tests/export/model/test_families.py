@@ -259,7 +259,6 @@ REFUSED = {
     "state": (config_of("recurrent_gemma"), "keep a state"),
     "no cache": (config_of("mamba"), "no cache"),
     "decays of numbers": (config_of("jamba"), "a rate of its own"),
-    "hidden states": (config_of("gemma3n_text"), "AltUp"),
     "other codes": (
         config_of("gpt_oss", quantization_config={"quant_method": "other"}),
         "quantized",
