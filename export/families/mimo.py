@@ -31,7 +31,7 @@ TURNING = 0.334
 
 
 def mimo_v2_flash(config: MiMoV2FlashConfig) -> Family:
-    """What guesses further tokens (multi-token prediction) is left out."""
+    """Layers that guess further tokens (multi-token prediction) are left out."""
     windows = sliding_layers(config)
     full = tuple(i for i, window in enumerate(windows) if not window)
     heads = tuple(

@@ -170,7 +170,7 @@ def beside(folder: Path) -> Settings | None:
 
 
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
-"""How checkpoints call e4m3: DeepSeek's, and MiniMax's."""
+"""Names that checkpoints have for e4m3: DeepSeek's, and MiniMax's."""
 
 
 # -- one reader a method ---------------------------------------------------------------

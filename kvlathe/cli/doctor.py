@@ -161,7 +161,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def _version(package: str) -> str:
-    """Of an installed package; empty where it is not."""
+    """Version of an installed package; empty where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

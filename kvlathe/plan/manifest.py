@@ -56,7 +56,7 @@ REFUSED: Mapping[int, str] = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
 }
-"""What a system says of files that may be sound, and the remedy."""
+"""Errors that a system has for files that may be sound, and the remedy."""
 MOST_BYTES = 1 << 24
 """The most bytes of a manifest: a larger one is none of ours."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from kvlathe.runtime.scheduling.admission import Mean
 
 SHARE = 0.005
-"""Of the time of steps."""
+"""A part of the time of steps."""
 MOST = 5.0
 """Steps whose time may be lost at once."""
 LENT = 0.01
@@ -71,6 +71,6 @@ class Trust:
         self._came = FADE * self._came + came
 
     def looked(self) -> None:
-        """What is known fades, so that guesses are tried again."""
+        """Knowledge fades, so that guesses are tried again."""
         self._expected *= RETRY
         self._came *= RETRY

@@ -1,4 +1,4 @@
-"""What steps are made with: one for each of vLLM's tables of blocks. No vLLM and no
+"""Makers of steps: one for each of vLLM's tables of blocks. No vLLM and no
 torch here.
 
 vLLM makes a builder for each kind of layer, and a table for each group of layers, which
