@@ -22,9 +22,9 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import NO_END
 from kvlathe.plan.manifest import ENGINE_FILE, ONNX_FILE
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.sight import NO_END
 from kvlathe.tasks import metrics
 from kvlathe.tasks.tasks import LogitsOracle
 

@@ -128,6 +128,7 @@ STDLIB_ONLY = tuple(
         "plan/heads",
         "plan/formats",
         "plan/moves",
+        "plan/sight",
         "plan/formula",
         "plan/token_score",
         "plan/stages",

@@ -35,7 +35,7 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
 from kvlathe.engines.targets.layers import check_attention, required_nodes
-from kvlathe.plan.kernel_forms import node_refusal, unlike_refusal
+from kvlathe.plan.kernel_forms import ages_refusal, node_refusal, unlike_refusal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import (
     ENGINE_FILE,
@@ -142,7 +142,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    if refusal := unlike_refusal(plan):
+    if refusal := unlike_refusal(plan) or ages_refusal(plan):
         raise KvlatheError(f"the backend {name} cannot run this plan", *refusal)
     check_token_ranking(name, plan.index.moves_tokens)
     check_windows(name, plan.index.sees_less)

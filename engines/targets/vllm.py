@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built
-from kvlathe.plan.kernel_forms import unlike_refusal
+from kvlathe.plan.kernel_forms import ages_refusal, unlike_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -46,6 +46,8 @@ def _layers_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def _tokens_refusal(plan: CompressionPlan) -> Refusal | None:
     """Its block table has one length for all heads of a sequence."""
+    if refusal := ages_refusal(plan):
+        return refusal
     if any(group.life.stay_hot for group in plan.groups):
         return "its first tokens are not sealed, and vLLM's blocks are all alike", OTHER
     if plan.index.ranked:

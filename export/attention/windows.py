@@ -2,7 +2,7 @@
 
 H lanes, Q queries, N tokens. Places count the tokens that a lane holds, sealed ones
 first; pages that are gone are whole, so places do as well as positions
-(plan/lives.py, Sight).
+(plan/sight.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlathe.plan.lives import NO_END
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.sight import NO_END
 
 NEVER = -1e30
 """A score that no softmax sees beside others. Finite: all of a part may be hidden."""

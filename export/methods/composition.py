@@ -116,23 +116,26 @@ def check_unlike(
 def _one_form(compression: Compression, joined: Decision) -> Decision:
     """``joined`` where full pages write V as K, which it is a part of. Raises
     KvlatheError where they cannot."""
-    tiers = [tier for tier, _ in joined.split] or [joined.cold]
+    tiers = [tier for tier, _ in joined.split] or [joined.cold, joined.young]
     if all(tier is None or tier.has_one_form for tier in tiers):
         return joined
-    if joined.cold_of_shared is None or not joined.cold_of_shared.has_one_form:
+    shared = joined.cold_of_shared
+    if joined.young is not None or shared is None or not shared.has_one_form:
         raise KvlatheError(
             f"{compression} cannot be used with this model",
             "its heads share one latent (MLA), V is stored as a part of K, and the two "
             "would have different bits or groups",
             "choose hack:bits=8 or hack:bits=4 with no other option, or fp8",
         )
-    return dataclasses.replace(joined, cold=joined.cold_of_shared)
+    return dataclasses.replace(joined, cold=shared)
 
 
 def _stores_once(joined: Decision) -> bool:
     """Whether values that keys are made of may be stored as a part of them: nothing
     turns, scales or removes heads, and full pages write both alike."""
     cold = joined.cold_of_shared or joined.cold
+    if joined.young is not None:
+        return False
     if joined.turn or joined.scales or joined.removed or joined.compacts:
         return False
     if joined.hadamard not in ("auto", "none") or joined.score or joined.split:
@@ -255,15 +258,24 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
     kept = tokens[0][1] if tokens else Decision()
     if not formats:
         return kept
-    coded = formats[0][1]
+    one, coded = formats[0]
     if coded.split:
         return coded
+    if tokens and coded.young is not None:
+        raise KvlatheError(
+            f"{one.name} with a format of newest tokens and {tokens[0][0].name} cannot be "
+            "composed",
+            "all tokens stay where older ones have fewer bits",
+            "leave recent out, or the method of tokens",
+        )
     both = dataclasses.replace(
         kept,
         cold=coded.cold,
         cold_of_dropped=coded.cold_of_dropped,
         cold_of_shared=coded.cold_of_shared,
         sink=coded.sink,
+        young=coded.young,
+        recent=coded.recent,
         hadamard=coded.hadamard,
         scales=coded.scales,
         turn=coded.turn,
@@ -330,7 +342,8 @@ def _composed(
     if own or joined.tokens or not settings.windowed:
         joined = dataclasses.replace(joined, sink=0)
     sink = -(-joined.sink // settings.page_tokens) * settings.page_tokens
-    joined = dataclasses.replace(joined, sink=sink)
+    recent = -(-joined.recent // settings.page_tokens) * settings.page_tokens
+    joined = dataclasses.replace(joined, sink=sink, recent=recent)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
     if joined.turn is not None:

@@ -12,7 +12,7 @@ from kvlathe.export.methods.method import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.lives import KEEP, SEAL, Divide, Life, SealAfter, Window
+from kvlathe.plan.lives import KEEP, SEAL, Age, Divide, Life, SealAfter, Window
 from kvlathe.plan.stages import Stage
 
 
@@ -44,6 +44,8 @@ def lives_of(
     whole: Life = KEEP if chosen.cold is None else SEAL
     if chosen.cold is not None and chosen.sink:
         whole = SealAfter(chosen.sink)
+    if chosen.young is not None:
+        whole = Age(chosen.sink, chosen.recent)
     lives = chosen.tokens or (whole,)
     if len(lives) == 1:
         lives = lives * len(lanes)
@@ -74,7 +76,10 @@ def groups(
         for (life, _, once), of_life in by_life.items():
             tier = chosen.cold_of_shared if once and chosen.cold else None
             tier = tier or chosen.cold
-            made.append(Group(tuple(of_life), hot, (tier,) if tier else (), life))
+            tiers = (tier,) if tier else ()
+            if tier and chosen.young and life.newest_apart:
+                tiers = (chosen.young, tier)
+            made.append(Group(tuple(of_life), hot, tiers, life))
     return tuple(made)
 
 

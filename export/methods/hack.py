@@ -25,6 +25,7 @@ from kvlathe.export.methods.method import Decision, Hadamard, Method, Source
 from kvlathe.export.methods.options import (
     Choice,
     MethodOptions,
+    count,
     option,
 )
 from kvlathe.export.methods.turns import balanced_keys
@@ -92,6 +93,15 @@ class HackOptions(MethodOptions):
         "default. None beside windows or budgets of tokens, nor in vLLM or TensorRT. "
         "[default: 64; 0 where keys are by token]",
     )
+    recent: int = option(
+        0,
+        count("a number of tokens"),
+        "Newest tokens, in whole pages, that have more bits than older ones: attention "
+        "is mostly near. On a CPU (onnxruntime).",
+    )
+    recent_bits: Codes = option(
+        4, Choice(4, 3, 8), "Bits of those, where they are more than others have."
+    )
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest", Choice("nearest", "stochastic"), "How numbers become codes."
     )
@@ -126,7 +136,7 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
             "give one of them 8, 4, 3 or 2",
         )
     if options.levels == "normal":
-        _check_fixed(options, bits_k, bits_v)
+        _check_fixed(options, bits_k, bits_v, *_recent_bits(options))
     by_token = _needs_keys_by_token(options)
     if by_token and options.keys == "channel":
         raise KvlatheError(
@@ -151,6 +161,8 @@ def plan(options: HackOptions, page_tokens: int) -> Decision:
         cold_of_dropped=None if options.keys else _tier(options, "token"),
         cold_of_shared=_one_form(options, keys),
         sink=sink,
+        young=_young(options, keys, cold),
+        recent=options.recent,
         turn=balanced_keys if options.basis == "balanced" else None,
         hadamard=options.hadamard,
     )
@@ -163,6 +175,25 @@ def _one_form(options: HackOptions, keys: Literal["channel", "token"]) -> Tier |
     group = options.group or GROUP
     tier = _tier(dataclasses.replace(options, values=keys, group=group), keys)
     return dataclasses.replace(tier, span_v=tier.span_k)
+
+
+def _recent_bits(options: HackOptions) -> tuple[Numbers, Numbers]:
+    """Bits of K and of V of the newest tokens: at least as many as older ones have."""
+    bits_k = options.bits_k or options.bits
+    bits_v = options.bits_v or options.bits
+    if not options.recent:
+        return bits_k, bits_v
+    return max(bits_k, options.recent_bits), max(bits_v, options.recent_bits)
+
+
+def _young(
+    options: HackOptions, keys: Literal["channel", "token"], cold: Tier
+) -> Tier | None:
+    """The tier of the newest tokens; None where it is that of all, ``cold``."""
+    bits_k, bits_v = _recent_bits(options)
+    own = dataclasses.replace(options, bits_k=bits_k, bits_v=bits_v)
+    tier = _tier(own, keys)
+    return None if tier == cold else tier
 
 
 def source(options: HackOptions) -> Source | None:

@@ -41,8 +41,9 @@ class Decision:
     pages are quantized to; ``cold_of_dropped``: the one in its place where tokens may be
     dropped one by one, if that is another; ``cold_of_shared``: where V is a part of K, and
     both have one form; ``sink``: the first tokens that stay as they
-    are where all tokens stay. ``split``: several of them instead, each with its share of
-    the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
+    are where all tokens stay; ``young``: the format of the ``recent`` newest ones there,
+    where ``cold`` is that of older ones. ``split``: several of them instead, each with
+    its share of the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
     rotated, or scaled by statistics, before that; ``turn``: what gives whole lanes
     their bases by statistics, first of all (turns.py). ``tokens``: how each lane's
     tokens live, one life for all lanes or one each; ``score``: what they are ranked
@@ -59,6 +60,8 @@ class Decision:
     cold_of_shared: Tier | None = None
     split: tuple[tuple[Tier, float], ...] = ()
     sink: int = 0
+    young: Tier | None = None
+    recent: int = 0
     hadamard: Hadamard = "none"
     scales: Scales = ""
     turn: Turn | None = None

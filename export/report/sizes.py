@@ -70,7 +70,7 @@ def _of(layout: CacheLayout, tokens: int, sealed: bool = False) -> dict[str, flo
     """Bytes of a token in a sequence of exactly ``tokens``. With ``sealed``, without
     pages that wait to be sealed."""
     found = dict.fromkeys(KINDS, 0.0)
-    held = layout.all_held(tokens)
+    held = layout.all_written(tokens)
     for bucket in layout.plan.index.buckets:
         if sealed and not bucket.stays:
             continue

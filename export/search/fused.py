@@ -1,7 +1,8 @@
 """Attention of one lane over one whole sequence by a fused kernel: every token sees its
-own page as it is, and every earlier page as it is sealed.
+own page as it is, and every earlier page as it is sealed; the nearest of these as newest
+pages are, where those have a format of their own.
 
-Both are one list of keys, so it is one softmax. Queries come in blocks. What none of a
+All are one list of keys, so it is one softmax. Queries come in blocks. What none of a
 block sees is not read: that is most of a long sequence, where the lane has a window.
 """
 
@@ -23,7 +24,9 @@ QUERIES = 512
 @dataclass(frozen=True)
 class LaneTokens:
     """k [T, Rk] and v [T, Rv] of one lane; ``sealed_k`` and ``sealed_v``, the same of
-    its whole pages as they are read back; ``window`` of this lane, or None."""
+    its whole pages as they are read back; ``window`` of this lane, or None. ``young_k``
+    and ``young_v`` are read in place of the ``recent`` sealed tokens before a query's
+    page."""
 
     k: Tensor
     v: Tensor
@@ -31,6 +34,9 @@ class LaneTokens:
     sealed_v: Tensor
     page: int
     window: LaneWindows | None
+    young_k: Tensor
+    young_v: Tensor
+    recent: int = 0
 
     def attended(self, q: Tensor, places: Tensor | None = None) -> Tensor:
         """q [G, T, Rk], scaled -> [G, T, Rv], or [G, R, Rv] at ``places`` [R],
@@ -62,28 +68,26 @@ class LaneTokens:
     def _seen_by(self, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values for the queries at these places, and which each one sees, [Q,
         N]. Tokens from the first query's page on come last, as they are."""
-        last = int(queries[-1])
-        earlier = self._earlier(queries, last // self.page * self.page)
-        sealed_k = self.sealed_k[earlier]
-        sealed_v = self.sealed_v[earlier]
-        fresh = torch.arange(
-            int(queries[0]) // self.page * self.page, last + 1, device=queries.device
-        )
-        k = torch.cat([sealed_k, self.k[fresh]])  # [N, Rk]
-        v = torch.cat([sealed_v, self.v[fresh]])  # [N, Rv]
+        first, last = (int(queries[i]) // self.page * self.page for i in (0, -1))
+        device = queries.device
+        earlier = self._earlier(queries, max(0, last - self.recent))
+        newest = torch.arange(max(0, first - self.recent), last, device=device)
+        newest = newest[: len(newest) * bool(self.recent)]
+        fresh = torch.arange(first, int(queries[-1]) + 1, device=device)
+        k = torch.cat([self.sealed_k[earlier], self.young_k[newest], self.k[fresh]])
+        v = torch.cat([self.sealed_v[earlier], self.young_v[newest], self.v[fresh]])
         rows = queries[:, None]  # [Q, 1]
-        places = torch.cat([earlier, fresh])  # [N]
-        hidden = self._hidden(queries, places)
         own_page = rows // self.page
-        of_page = places // self.page
-        in_earlier = of_page < own_page  # [Q, N]: sealed, so a page before the query's
-        in_own = of_page == own_page  # [Q, N]: still hot
-        count = len(earlier)
-        in_earlier[:, count:] = False  # tokens that are not read back
-        in_own[:, :count] = False  # tokens that are
-        seen = in_earlier | in_own
+        reach = self.recent // self.page
+        # Pages between a query's own and a token's.
+        far = own_page - earlier // self.page > reach
+        near = own_page - newest // self.page
+        near = (near > 0) & (near <= reach)
+        own = own_page == fresh // self.page
+        places = torch.cat([earlier, newest, fresh])  # [N]
+        seen = torch.cat([far, near, own], 1)  # [Q, N]
         seen &= places <= rows
-        seen &= ~hidden
+        seen &= ~self._hidden(queries, places)
         return k, v, seen
 
     def _earlier(self, queries: Tensor, whole: int) -> Tensor:

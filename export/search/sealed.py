@@ -10,6 +10,7 @@ in torch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,9 +76,22 @@ class SealedAttend(AttendLayer):
         seals = []
         for lane in self.sizes.lanes:
             group = index.groups[index.number(lane.layer, lane.head)]
-            tier = group.cold[0] if group.cold else None
+            tier = group.cold[-1] if group.cold else None
             seals.append(Seal(self.plan, lane, tier, group.life.stay_hot))
         return seals
+
+    @cached_property
+    def young(self) -> list[tuple[Seal, int]]:
+        """The seal of each active lane's newest tokens, and how many these are: 0 where it
+        is that of older ones."""
+        index = self.plan.index
+        found: list[tuple[Seal, int]] = []
+        for lane, seal in zip(self.sizes.lanes, self.seals, strict=True):
+            group = index.groups[index.number(lane.layer, lane.head)]
+            newest = group.life.newest_apart
+            own = dataclasses.replace(seal, tier=group.cold[0]) if newest else seal
+            found.append((own, newest))
+        return found
 
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         """q [H, G, T, Rk], k [H, T, Rk], v [H, T, Rv] -> [H, G, T, Rv]; each sequence
@@ -108,15 +122,17 @@ class SealedAttend(AttendLayer):
         whole = (tokens - 1) // page * page
         if not whole:
             return fresh.out
-        queries, keys, values = self._as_read(q, k[:, :whole], v[:, :whole])
         heads, group = q.shape[:2]
         pages_at_once = SCORES_AT_ONCE // (heads * group * whole * page)
         step = max(1, pages_at_once) * page
+        tiers = self._as_read(q, k[:, :whole], v[:, :whole])
         outputs = [fresh.out[:, :, :page]]
         for start in range(page, tokens, step):
             rows = slice(start, min(start + step, tokens))
-            old = self._earlier(queries[:, :, rows], keys, values, start)
-            outputs.append(_rows(fresh, rows).merge(old).out)
+            state = _rows(fresh, rows)
+            for tier in tiers:
+                state = state.merge(self._earlier(tier, rows))
+            outputs.append(state.out)
         return torch.cat(outputs, 2)
 
     @cached_property
@@ -134,54 +150,97 @@ class SealedAttend(AttendLayer):
         outputs = []
         for head, seal in enumerate(self.seals):
             sealed = seal(k[head, :whole], v[head, :whole])
+            young, recent = self.young[head]
+            newest = young(k[head, :whole], v[head, :whole]) if recent else sealed
             lane = LaneTokens(
-                k[head], v[head], *sealed, page, self.windows and self.windows.of(head)
+                k[head],
+                v[head],
+                *sealed,
+                page,
+                self.windows and self.windows.of(head),
+                *newest,
+                recent,
             )
             outputs.append(lane.attended(q[head], places))
         return torch.stack(outputs)
 
-    def _as_read(
-        self, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [H, G, T, Rk] as the product with codes takes it; k and v [H, N, rank] of
-        whole pages as they are read back."""
-        queries = []
-        keys = []
-        values = []
-        for seal, lane_q, lane_k, lane_v in zip(self.seals, q, k, v, strict=True):
-            read_k, read_v = seal(lane_k, lane_v)
-            queries.append(seal.queries(lane_q))
-            keys.append(read_k)
-            values.append(read_v)
-        return torch.stack(queries), torch.stack(keys), torch.stack(values)
+    def _as_read(self, q: Tensor, k: Tensor, v: Tensor) -> list[ReadTier]:
+        """Whole pages as they are read: older ones, then the newest where some lane has
+        another tier for those. k and v [H, N, rank]."""
+        young, recent = zip(*self.young, strict=True)
+        pages = torch.tensor(recent, device=k.device) // self.plan.page_tokens
+        tiers = [ReadTier.of(self.seals, q, k, v, pages, old=True)]
+        if any(recent):
+            tiers.append(ReadTier.of(young, q, k, v, pages, old=False))
+        return tiers
 
-    def _earlier(
-        self, q: Tensor, keys: Tensor, values: Tensor, start: int
-    ) -> SoftmaxState:
-        """Attention of queries ``start``.. over the sealed pages before each one's own;
-        there is at least one."""
+    def _earlier(self, tier: ReadTier, rows: slice) -> SoftmaxState:
+        """Attention of the queries ``rows`` over the pages of a tier before each one's
+        own; there is at least one such page."""
         page = self.plan.page_tokens
-        end = start + q.shape[2]
-        count = min(keys.shape[1], (end - 1) // page * page)  # tokens that any can read
-        keys = keys[:, None, :count]  # [H, 1, N, Rk]
-        values = values[:, None, :count]  # [H, 1, N, Rv]
-        place = torch.arange(start, end, device=q.device)
+        q = tier.queries[:, :, rows]
+        count = min(tier.keys.shape[1], (rows.stop - 1) // page * page)
+        keys = tier.keys[:, None, :count]  # [H, 1, N, Rk]
+        values = tier.values[:, None, :count]  # [H, 1, N, Rv]
+        place = torch.arange(rows.start, rows.stop, device=q.device)
         token = torch.arange(count, device=q.device)
-        # [T, N]: not before the query's page
-        later = token[None, :] // page >= place[:, None] // page
+        # [T, N]: pages between the token's and the query's own
+        pages = place[:, None] // page - token[None, :] // page
+        later = pages <= 0
         scores = capped(q @ keys.mT, self.plan.model.softcap)  # [H, G, T, N]
         scores = scores.masked_fill(later, -torch.inf)
+        hidden = tier.elsewhere(pages)  # [H, T, N]
         if self.windows is not None:
-            hidden = self.windows.hidden(place[None], token[None])  # [H, T, N]
-            hidden = hidden & ~later
-            scores = scores.masked_fill(hidden[:, None], NEVER)
+            hidden = hidden | self.windows.hidden(place[None], token[None])
+        scores = scores.masked_fill((hidden & ~later)[:, None], NEVER)
 
         def output(shares: Tensor) -> Tensor:
-            by_lane = zip(self.seals, shares, strict=True)
+            by_lane = zip(tier.seals, shares, strict=True)
             rounded = [seal.shares(own) for seal, own in by_lane]
             return (torch.stack(rounded).to(values.dtype) @ values).to(self.dtype)
 
         return SoftmaxState.of(scores, output)
+
+
+@dataclass(frozen=True)
+class ReadTier:
+    """Whole pages of every lane as one tier has them: ``queries`` [H, G, T, Rk] as
+    products with its codes take them, ``keys`` and ``values`` [H, N, rank] as they are
+    read back. Of the pages before a query's own it shows the ``recent`` [H] nearest or,
+    where it is ``old``, all but these."""
+
+    seals: Sequence[Seal]
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    recent: Tensor
+    old: bool
+
+    @classmethod
+    def of(
+        cls,
+        seals: Sequence[Seal],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        recent: Tensor,
+        old: bool,
+    ) -> ReadTier:
+        """The pages of all lanes, each read through its own seal."""
+        queries, keys, values = [], [], []
+        for seal, lane_q, lane_k, lane_v in zip(seals, q, k, v, strict=True):
+            read_k, read_v = seal(lane_k, lane_v)
+            queries.append(seal.queries(lane_q))
+            keys.append(read_k)
+            values.append(read_v)
+        read = [torch.stack(every) for every in (queries, keys, values)]
+        return cls(seals, read[0], read[1], read[2], recent, old)
+
+    def elsewhere(self, pages: Tensor) -> Tensor:
+        """[H, T, N]: which tokens another tier shows, so many ``pages`` [T, N] before
+        the query's."""
+        near = pages <= self.recent[:, None, None]
+        return near if self.old else ~near
 
 
 def _own_page(

@@ -33,7 +33,8 @@ from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
-from kvlathe.plan.lives import NO_END, Life, Sight
+from kvlathe.plan.lives import Life
+from kvlathe.plan.sight import NO_END, Sight
 
 Array = npt.NDArray[np.floating]
 

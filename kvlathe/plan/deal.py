@@ -174,7 +174,7 @@ def _loads(plan: CompressionPlan) -> dict[int, Load]:
     buckets = len(plan.index.buckets)
     weights = np.zeros(buckets)
     for tokens in (plan.prefill_chunk, plan.model.max_positions):
-        weights += np.array(layout.all_held(tokens)) / layout.bytes_for(tokens)
+        weights += np.array(layout.all_written(tokens)) / layout.bytes_for(tokens)
     loads: dict[int, Load] = {}
     for bucket in range(buckets):
         for lane, size in layout.lane_bytes(bucket).items():

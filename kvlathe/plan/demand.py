@@ -70,7 +70,7 @@ class PageDemand:
             if self._stages[i] >= current.end:
                 continue
             if self._stages[i] < current.first:
-                held = route.held(arrived[i])
+                held = route.written(arrived[i])
                 most = tuple(-(-n // self.plan.page_tokens) for n in held)
             else:
                 most = route.worst_pages(0, arrived[i])

@@ -22,9 +22,10 @@ from functools import cached_property
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.lives import KEEP, SEES_ALL, Life, Paging, Sight
+from kvlathe.plan.lives import KEEP, Life, Paging
 from kvlathe.plan.moves import Moves
 from kvlathe.plan.plan_data import PlanData
+from kvlathe.plan.sight import SEES_ALL, Sight
 from kvlathe.plan.stages import Pass, layers_of, passes
 from kvlathe.plan.token_score import ObservationWindow
 
@@ -38,7 +39,8 @@ class Bucket:
     a hot one, the buckets that its tokens go on to; empty where they stay. ``lives``: of
     the groups that it is of; one, but for hot pages that are sealed. ``scored``: whether
     its pages keep what tokens are ranked by here: observed attention, which is nowhere
-    else.
+    else. ``leaves``: whether pages leave it. ``waits``: whether pages are written here
+    before queries see them; those are the last ones, behind its length.
     """
 
     number: int
@@ -49,6 +51,8 @@ class Bucket:
     cold: tuple[int, ...]
     lives: tuple[Life, ...]
     scored: bool
+    leaves: bool
+    waits: bool
     words: str
 
     @property
@@ -110,8 +114,11 @@ class Route:
 
     def held(self, tokens: int) -> tuple[int, ...]:
         """Tokens in each of ``buckets`` once ``tokens`` have arrived and moved."""
-        counts = [group.life.held(tokens, group.at) for group in self.groups]
-        return (counts[0][0], *(count for _, *cold in counts for count in cold))
+        return _joined([group.life.held(tokens, group.at) for group in self.groups])
+
+    def written(self, tokens: int) -> tuple[int, ...]:
+        """Tokens in pages of each of ``buckets`` then, those of pages that wait too."""
+        return _joined([group.life.written(tokens, group.at) for group in self.groups])
 
     def moves(self, lengths: Sequence[int], arrived: int) -> Moves:
         """Moves that make ``held(arrived)`` come true. ``lengths`` of all buckets
@@ -127,6 +134,7 @@ class Route:
             tuple(one for own in of_groups for one in own.selections),
             tuple(one for own in of_groups for one in own.drops),
             of_groups[0].first,
+            tuple(one for own in of_groups for one in own.shown),
         )
 
     def worst_pages(self, tokens: int, prompt: int) -> tuple[int, ...]:
@@ -142,6 +150,11 @@ class Route:
             return True
         hot, *cold = self.held(tokens - 1)
         return self.held(tokens) != (hot + 1, *cold)
+
+
+def _joined(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The counts of a route, from those of its groups: these have one hot bucket."""
+    return (counts[0][0], *(count for _, *cold in counts for count in cold))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +238,8 @@ class PlanIndex:
             lives=tuple(dict.fromkeys(group.life for group, _ in members)),
             scored=self.observation is not None
             and any(group.life.ranks_in(place) for group, place in members),
+            leaves=first.life.leaves(place) and not cold,
+            waits=first.life.waits(place),
             words=_hot_words(first.life) if cold else first.life.words(place - 1),
         )
 
@@ -337,8 +352,9 @@ class PlanIndex:
 
     @property
     def drops(self) -> bool:
-        """Whether some tokens leave the cache."""
-        return any(life.drops for life in self.lives)
+        """Whether some pages leave their bucket: a token costs less, the longer its
+        sequence is."""
+        return any(bucket.leaves for bucket in self.buckets)
 
     @property
     def seals(self) -> bool:

@@ -16,7 +16,16 @@ Refusal = tuple[str, str]
 def plan_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of a plan by the CUDA kernels, whatever GPU runs them; None where they
     take it. A life that they do not know is refused here."""
-    return forms_refusal(plan) or ranking_refusal(plan)
+    return ages_refusal(plan) or forms_refusal(plan) or ranking_refusal(plan)
+
+
+def ages_refusal(plan: CompressionPlan) -> Refusal | None:
+    """The refusal of pages that wait until older ones are read elsewhere, by all that no
+    test has run with them."""
+    if not any(bucket.waits for bucket in plan.index.buckets):
+        return None
+    reason = "newest tokens have more bits than older ones, which no GPU has run"
+    return reason, "leave recent out, or build for onnxruntime and run it on a CPU"
 
 
 def is_wide(plan: CompressionPlan) -> bool:

@@ -51,7 +51,7 @@ def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:
 
     ``*_at`` are places in this array (``planes_at`` 0: plane i turns pair i); ``fresh``
     of a lane is its hot bucket; ``sink``, ``recent``, ``exact``
-    say what it sees (lives.Sight). Where V is a part of K, both have one place. ``rope``: whether anything turns.
+    say what it sees (sight.Sight). Where V is a part of K, both have one place. ``rope``: whether anything turns.
     ``input_dim``, ``rank_k`` of the header: the widest.
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
     given.

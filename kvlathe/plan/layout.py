@@ -20,6 +20,7 @@ token likewise, where the plan keeps it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -227,7 +228,7 @@ class CacheLayout:
         a long sequence).
         """
         total = 0
-        held = self.all_held(tokens)
+        held = self.all_written(tokens)
         for bucket in self.plan.index.buckets:
             if bucket.stays or not sealed:
                 pages = -(-held[bucket.number] // self.plan.page_tokens)
@@ -241,3 +242,23 @@ class CacheLayout:
             for bucket, count in zip(route.buckets, route.held(tokens), strict=True):
                 held[bucket] = count
         return held
+
+    def all_written(self, tokens: int) -> list[int]:
+        """Tokens in pages of each bucket then: those that are held, and those of pages
+        that wait."""
+        found = [0] * len(self.page_stride)
+        for route in self.plan.index.routes:
+            for bucket, count in zip(route.buckets, route.written(tokens), strict=True):
+                found[bucket] = count
+        return found
+
+    def pages_of(self, lengths: Sequence[int], arrived: Sequence[int]) -> list[int]:
+        """Pages of each bucket of a sequence, from what a page table says of it: tokens
+        that each bucket holds, and that have arrived there."""
+        counts: list[int] = []
+        for bucket in self.plan.index.buckets:
+            tokens = lengths[bucket.number]
+            if bucket.waits:
+                tokens = arrived[bucket.hot] - lengths[bucket.hot]
+            counts.append(-(-tokens // self.plan.page_tokens))
+        return counts

@@ -3,10 +3,11 @@ what queries see of them.
 
 A group's tokens arrive in its hot tier. A life is said in counts of one sequence, so its
 answers are the same whatever else is in the batch. Pages hold P tokens. A life speaks of
-whole pages; the page that is being filled always stays. Each life answers five
+whole pages; the page that is being filled always stays. Each life answers six
 questions, and nobody else asks what kind it is:
 
     held(n)            tokens in the hot tier and in each cold one, once n have arrived
+    written(n)         the same with those of pages that wait until queries see them there
     moves(...)         what to do so that ``held`` comes true
     worst(n, prompt)   pages of each tier that a sequence can need at one time
     shared(n)          the tokens of a prefix of n that a sequence holds which ends there
@@ -23,53 +24,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
-from kvlathe.plan.moves import NOTHING, Drop, Moves, Selection, Span, Target
+from kvlathe.plan.moves import NOTHING, Drop, Moves, Selection, Shown, Span, Target
+from kvlathe.plan.sight import NO_END, SEES_ALL, Sight
 
 Problem = tuple[str, str]
 """A fact and the reason why it cannot be."""
-NO_END = 1 << 30
-"""Tokens that no sequence has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """The tokens before it that a query sees. The query at position p sees token t
-    where
-
-        t < sink   or   p // P * P - recent <= t <= p
-
-    for pages of P tokens: its own page and ``recent`` tokens before that page. So what
-    it sees follows from its position alone. Both numbers are whole pages. ``exact``:
-    where it is not 0, the query sees at most so many of its newest tokens, its own
-    included, and ``recent`` is the pages that hold them.
-
-    Only whole pages between the two leave the cache. So the same rule holds for places
-    among the tokens that are held, and nobody needs to know what is gone.
-    """
-
-    sink: int = 0
-    recent: int = NO_END
-    exact: int = 0
-
-    @property
-    def is_less(self) -> bool:
-        """Whether it is less than all that came before."""
-        return self.recent < NO_END or self.exact > 0
-
-    @property
-    def most(self) -> int:
-        """Tokens of full pages that are seen at most."""
-        return self.sink + self.recent
-
-    def first_seen(self, place: int, page_tokens: int) -> int:
-        """The first token after the sink that the query at ``place`` sees."""
-        to_the_page = place // page_tokens * page_tokens - self.recent
-        if not self.exact:
-            return to_the_page
-        return max(to_the_page, place - self.exact + 1)
-
-
-SEES_ALL = Sight()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +79,12 @@ class Life:
         return 0
 
     @property
+    def newest_apart(self) -> int:
+        """The newest tokens in full pages that are in the first cold tier, where older
+        ones are in the second; 0 where cold tiers do not go by age."""
+        return 0
+
+    @property
     def cold_tiers(self) -> range:
         """Numbers of cold tiers that its group may have."""
         return range(2)
@@ -154,7 +119,21 @@ class Life:
         cold ones. Pages have their scores there."""
         return self.by_saliency
 
+    def leaves(self, tier: int) -> bool:
+        """Whether pages leave a tier, counted as in ``ranks_in``."""
+        return self.drops
+
+    def waits(self, tier: int) -> bool:
+        """Whether pages are written to a tier, counted so, before queries see them
+        there."""
+        return False
+
     # -- counts ------------------------------------------------------------------------
+    def written(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        """Tokens in pages of each tier, once ``tokens`` have arrived and moved: those
+        that are ``held``, and those of pages that wait."""
+        return self.held(tokens, at)
+
     def kept(self, whole: int) -> int:
         """Tokens that stay of ``whole`` tokens in full pages."""
         return min(whole, self.most)
@@ -298,6 +277,92 @@ class SealAfter(Life):
         whole = at.whole(tokens)
         first = min(self.first, whole)
         return at.pages(min(tokens, self.first + step)), at.pages(whole - first)
+
+
+@dataclass(frozen=True, slots=True)
+class Age(Life):
+    """Every token stays. The ``first`` tokens stay hot. Of the others in full pages the
+    ``young`` newest are in the first cold tier, older ones in the second.
+
+    A page is sealed into both tiers at once, so nothing is coded twice. In the second it
+    waits until it leaves the first: each query sees a token once.
+
+    >>> life = Age(first=64, young=256)
+    >>> life.held(1000, Paging(page=64, cold=2))
+    (104, 256, 640)
+    >>> life.written(1000, Paging(page=64, cold=2))
+    (104, 256, 896)
+    """
+
+    first: int
+    young: int
+    kind: str = field(default="age", init=False)
+
+    @property
+    def stay_hot(self) -> int:
+        return self.first
+
+    @property
+    def newest_apart(self) -> int:
+        return self.young
+
+    @property
+    def cold_tiers(self) -> range:
+        return range(2, 3)
+
+    def words(self, cold: int = 0) -> str:
+        if cold:
+            return "older"
+        others = f", without the {self.first:,} first" if self.first else ""
+        return f"{self.young:,} newest{others}"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        fits = 0 <= self.first < NO_END and 0 < self.young < NO_END
+        if not fits or self.first % page_tokens or self.young % page_tokens:
+            fact = (
+                f"{self.first} first and {self.young} newest tokens have other formats"
+            )
+            return fact, f"these are whole pages of {page_tokens}"
+        return None
+
+    def leaves(self, tier: int) -> bool:
+        return tier == 1
+
+    def waits(self, tier: int) -> bool:
+        return tier == 2
+
+    def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        hot, near, every = self.written(tokens, at)
+        return hot, near, every - near
+
+    def written(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        whole = at.whole(tokens)
+        first = min(self.first, whole)
+        sealed = whole - first
+        return first + tokens - whole, min(sealed, self.young), sealed
+
+    def shared(self, tokens: int) -> tuple[int, int]:
+        return 0, min(max(0, tokens - self.first), self.young)
+
+    def moves(
+        self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
+    ) -> Moves:
+        hot, young, old = buckets
+        first = self.first // at.page
+        seals = lengths[hot] // at.page - first
+        if seals <= 0:
+            return NOTHING
+        _, near, far = self.held(arrived, at)
+        passed = (lengths[young] - near) // at.page + seals
+        drops = (Drop(young, 0, passed),) if passed else ()
+        return Moves(seals, drops=drops, first=first, shown=(Shown(old, far),))
+
+    def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
+        whole = at.whole(tokens)
+        sealed = whole - min(self.first, whole)
+        hot = min(tokens, self.first + step)
+        young = min(sealed, self.young + step)
+        return at.pages(hot), at.pages(young), at.pages(sealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +567,7 @@ LIVES: Mapping[str, type[Life]] = {
     "keep": Keep,
     "seal": Seal,
     "seal_after": SealAfter,
+    "age": Age,
     "window": Window,
     "budget": Budget,
     "divide": Divide,

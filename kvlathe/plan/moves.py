@@ -48,15 +48,25 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """Queries see the first ``tokens`` tokens of ``bucket``. The pages behind those are
+    written, and wait."""
+
+    bucket: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Moves:
     """``seals``: full pages of the hot bucket, behind the ``first`` ones that stay there,
     that are quantized into each of its cold ones; then ``selections`` are made, then
-    ``drops``."""
+    ``drops``; then of some buckets a part is ``shown``."""
 
     seals: int = 0
     selections: tuple[Selection, ...] = ()
     drops: tuple[Drop, ...] = ()
     first: int = 0
+    shown: tuple[Shown, ...] = ()
 
 
 NOTHING = Moves()

@@ -68,7 +68,7 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
     layout, plan = llm.layout, llm.plan
     now, long = [0] * len(plan.lanes), [0.0] * len(plan.lanes)
     tokens = layout.long(llm.most_tokens)
-    held = layout.all_held(tokens)
+    held = layout.all_written(tokens)
     for bucket, pages in enumerate(llm.pool.pages_in_use):
         most = (
             0

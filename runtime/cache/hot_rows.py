@@ -7,8 +7,6 @@ of each lane K, V and, where tokens are ranked, scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
@@ -82,8 +80,3 @@ class HotRows:
             made[offset : offset + count] = numbers[at : at + count]
             at += count
         return made.tobytes()
-
-
-def pages_of(lengths: Sequence[int], page_tokens: int) -> list[int]:
-    """Pages of each bucket that hold ``lengths`` tokens."""
-    return [-(-length // page_tokens) for length in lengths]

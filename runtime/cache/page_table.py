@@ -46,8 +46,9 @@ class Block:
 class PageTable:
     """The pages of one sequence.
 
-    For each bucket: its page ids, oldest first, how many committed tokens they hold,
-    and how many have reached the bucket so far (of a cold bucket: 0). Lists that have
+    For each bucket: its page ids, oldest first, how many committed tokens of these queries
+    see, and how many have reached the bucket so far (of a cold bucket: 0). Pages behind
+    the tokens that are seen wait there (lives.Age). Lists that have
     run in a step are replaced, never changed. ``base``: the compacted prefix that it
     begins with. ``state``: None where no layer keeps one, and before the first token.
     """

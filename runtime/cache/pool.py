@@ -208,6 +208,8 @@ class PagePool(PageArena):
             del done.after[drop.bucket][drop.first : drop.first + drop.pages]
             lengths[drop.bucket] -= drop.pages * self.plan.page_tokens
             done.drops = True
+        for shown in move.shown:
+            lengths[shown.bucket] = shown.tokens
 
     def _seal(
         self,

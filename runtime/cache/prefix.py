@@ -78,8 +78,7 @@ class PrefixCache:
         self.stores: BlockStores | None = None
         self.observer: BlockObserver | None = None
         self._seed = plan.digest.encode()
-        stays = [bucket for bucket in plan.index.buckets if bucket.stays]
-        self._leaving = [bucket.number for bucket in stays if bucket.life.drops]
+        self._leaving = [one.number for one in plan.index.buckets if one.leaves]
         self._kept = [b not in self._leaving for b in range(len(pool.strides))]
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._compacted: list[CompactedPrefix] = []  # the last used one last
@@ -244,8 +243,8 @@ class PrefixCache:
     def _counts(self, end: int) -> list[int]:
         """Pages of each bucket of a block that ends after ``end`` tokens."""
         page = self.pool.plan.page_tokens
-        held = self.pool.layout.all_held(end)
-        before = self.pool.layout.all_held(end - self.block)
+        held = self.pool.layout.all_written(end)
+        before = self.pool.layout.all_written(end - self.block)
         counts = [(now - then) // page for now, then in zip(held, before, strict=True)]
         for b in self._leaving:
             counts[b] = held[b] // page
@@ -300,7 +299,9 @@ class PrefixCache:
                     block_tokens = tokens[i * self.block : (i + 1) * self.block]
                     self.observer.stored(key, before, block_tokens, salt)
                 own: Pages = []
-                held = zip(*map(self.pool.layout.all_held, self._ends(i)), strict=True)
+                held = zip(
+                    *map(self.pool.layout.all_written, self._ends(i)), strict=True
+                )
                 for b, (before_it, with_it) in enumerate(held):
                     at = firsts[b] + before_it // page
                     end = firsts[b] + with_it // page
@@ -351,6 +352,7 @@ class PrefixCache:
         reached = table.arrived[bucket.hot]
         if not bucket.is_hot:
             reached -= table.lengths[bucket.hot]
+            end -= min(end, bucket.life.stay_hot)
         gone = (reached - table.lengths[b]) // page
         start = end // page - newest  # the newest ones, among all pages
         lost = gone > 0 and start < first + gone

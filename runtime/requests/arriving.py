@@ -8,7 +8,6 @@ from collections.abc import Sequence as Items
 from operator import add
 
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.runtime.cache.hot_rows import pages_of
 from kvlathe.runtime.cache.parcel import Base, Parcel, damaged
 from kvlathe.runtime.sessions.protocols import PLAIN
 
@@ -54,7 +53,7 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
 
 def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     listed = parcel.listed
-    for b, count in enumerate(pages_of(parcel.lengths, layout.plan.page_tokens)):
+    for b, count in enumerate(layout.pages_of(parcel.lengths, parcel.arrived)):
         full = count - bool(cuts[b])
         if {len(parcel.ids[b]), len(listed.sizes[b]), len(listed.digests[b])} != {full}:
             raise damaged(f"bucket {b} does not have {full} pages")
@@ -66,7 +65,10 @@ def _check_prefix(layout: CacheLayout, parcel: Parcel, known: int) -> None:
     """Every token of a prefix is cached, and held as one that has just ended."""
     cached, own = _before(layout, parcel)
     expected = list(map(add, layout.all_held(parcel.cached - cached), own))
-    if list(parcel.lengths) != expected or known != parcel.cached:
+    buckets = layout.plan.index.buckets
+    arrived = [parcel.cached if bucket.is_hot else 0 for bucket in buckets]
+    is_held = list(parcel.lengths) == expected and list(parcel.arrived) == arrived
+    if not is_held or known != parcel.cached:
         raise damaged(f"no prefix of {parcel.cached} tokens is held like this")
 
 
@@ -75,14 +77,16 @@ def _check_running(layout: CacheLayout, parcel: Parcel) -> None:
     what lives drop or divide."""
     cached, own = _before(layout, parcel)
     held = [now - before for now, before in zip(parcel.lengths, own, strict=True)]
-    for bucket in layout.plan.index.buckets:
+    buckets = layout.plan.index.buckets
+    for bucket in buckets:
         arrived = parcel.arrived[bucket.hot]
         if arrived != parcel.cached and not layout.plan.stages:
             raise damaged(f"bucket {bucket.hot} does not have what is cached")
         stays_whole = bucket.stays and not bucket.life.drops and bucket.life.seals
-        there = held[bucket.number]
-        if not bucket.is_hot:
-            there += held[bucket.hot]
+        there = held[bucket.hot]
+        for cold in buckets[bucket.hot].cold:
+            if buckets[cold].lanes == bucket.lanes:
+                there += held[cold]
         if stays_whole and there != arrived - cached:
             raise damaged(f"bucket {bucket.number} does not hold what has arrived")
 

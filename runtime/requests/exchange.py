@@ -18,7 +18,7 @@ from threading import Event
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.runtime.cache.hot_rows import HotRows, pages_of
+from kvlathe.runtime.cache.hot_rows import HotRows
 from kvlathe.runtime.cache.page_table import Pages, PageTable
 from kvlathe.runtime.cache.parcel import (
     Base,
@@ -213,7 +213,7 @@ class Exchange:
         return Arrival(self._engine, self._thread, parcel, hold)
 
     def _room(self, parcel: Parcel) -> Hold:
-        pages = self._pool.take(pages_of(parcel.lengths, self._layout.plan.page_tokens))
+        pages = self._pool.take(self._layout.pages_of(parcel.lengths, parcel.arrived))
         table = PageTable(pages, list(parcel.lengths), list(parcel.arrived))
         return Hold(self._engine, table)
 

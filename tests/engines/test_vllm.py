@@ -179,6 +179,7 @@ def test_a_plan_that_shows_more_than_the_model_is_refused() -> None:
     [
         ("uncomp", {}, "vllm cannot run a compression that ranks.*one block table"),
         ("kvzip", {}, "vllm cannot run a compression that ranks.*one block table"),
+        ("hack:bits=2,recent=128", {}, "newest tokens have more bits"),
         ("hack:bits=4", {"prefill_chunk": 128}, "sealed every 128.*--prefill-chunk 64"),
         ("none", {"weights": "int8"}, "no product of such weights"),
         ("none", {"tensor_parallel_size": 2}, "vllm runs on one device"),

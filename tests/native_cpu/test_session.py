@@ -66,11 +66,13 @@ def native_llm(native: Native, kind: str) -> LLM:
             ("sealed split", 0.02),
             ("windowed", 1e-3),
             ("sealed windows", 0.02),
+            ("aged", 0.02),
             ("compacted", 1e-3),
         ],
         ("split", 1e-3),
         ("sealed split", 0.02),
         ("sealed windows", 0.02),
+        ("aged", 0.02),
         ("compacted", 1e-3),
     ),
 )

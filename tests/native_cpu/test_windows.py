@@ -1,4 +1,4 @@
-"""The CUDA kernels leave out of a window's pages what lives.Sight hides:
+"""The CUDA kernels leave out of a window's pages what sight.Sight hides:
 plugins_cpp/src/common/windows.h, asked by a program."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.plan.lives import SEES_ALL, Sight, Window
+from kvlathe.plan.lives import Window
+from kvlathe.plan.sight import SEES_ALL, Sight
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "plugins_cpp"

@@ -14,7 +14,7 @@ from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.lives import (
     SEAL,
-    SEES_ALL,
+    Age,
     Budget,
     Compact,
     Divide,
@@ -24,6 +24,7 @@ from kvlathe.plan.lives import (
     Window,
 )
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.sight import SEES_ALL
 from kvlathe.plan.stages import Stage
 from kvlathe.plan.token_score import ObservationWindow
 from tests.support.attend_cases import plan_of
@@ -33,7 +34,7 @@ LIVES: tuple[Life, ...] = (SEAL, NEAR, FAR)
 HOT, COLD = Tier(16, 16), (Tier(8, 8, "rank", "rank"), Tier(4, 4, "rank", "rank"))
 ANY: tuple[Life, ...] = (
     Keep(), SEAL, NEAR, FAR, Budget(64), Budget(128), Divide((0.5, 0.5)), Compact(0.5),
-    SealAfter(64),
+    SealAfter(64), Age(64, 128), Age(0, 64),
 )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     lanes = [Lane(i // 3, i % 3, 64, 32, 32, projected=True) for i in range(12)]
     kinds = draw(
         st.sampled_from(
-            [(*ANY[:4], ANY[8]), (*ANY[:2], *ANY[4:7]), (ANY[7],), (*ANY[4:6],)]
+            [(*ANY[:4], *ANY[8:]), (*ANY[:2], *ANY[4:7]), (ANY[7],), (*ANY[4:6],)]
         )
     )
     staged = kinds[0].by_saliency and draw(st.booleans())

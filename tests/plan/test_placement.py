@@ -18,6 +18,7 @@ from kvlathe.plan.lives import (
     KEEP,
     LIVES,
     SEAL,
+    Age,
     Budget,
     Compact,
     Divide,
@@ -42,10 +43,16 @@ def divisions() -> st.SearchStrategy[Divide]:
     return weights.map(lambda ws: Divide(tuple(w / sum(ws) for w in ws)))
 
 
+def ages() -> st.SearchStrategy[Age]:
+    first, young = st.integers(0, 2), st.integers(1, 4)
+    return st.builds(Age, first.map(lambda n: n * PAGE), young.map(lambda n: n * PAGE))
+
+
 EVERY: dict[str, st.SearchStrategy[Life]] = {
     "keep": st.just(KEEP),
     "seal": st.just(SEAL),
     "seal_after": st.builds(SealAfter, st.integers(1, 3).map(lambda n: n * PAGE)),
+    "age": ages(),
     "window": windows(),
     "budget": st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE)),
     "divide": divisions(),
@@ -76,10 +83,11 @@ def placements(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(EVERY)) -> Route:
     cold = draw(st.sampled_from([*life.cold_tiers]))
     lives = [(life, cold)]
     if cold and life.seals:
-        sealed = [x for x in EVERY if x not in ("keep", "divide", "seal_after")]
+        sealed = [x for x in EVERY if x not in ("keep", "divide", "seal_after", "age")]
         for other in draw(st.lists(st.sampled_from(sealed), max_size=2)):
             # Those that share a hot page keep as many first tokens there.
-            lives.append((life if life.stay_hot else draw(EVERY[other]), 1))
+            more = (life, cold) if life.stay_hot else (draw(EVERY[other]), 1)
+            lives.append(more)
     return route_of(lives, step)
 
 
@@ -88,19 +96,21 @@ def pages(tokens: int) -> int:
 
 
 class Simulation:
-    """Counts of one sequence. ``peak``: the most pages of each bucket at one time; what
+    """Counts of one sequence: tokens that are seen in each bucket (``lengths``), and
+    those in its pages (``written``). ``peak``: the most pages of each bucket at one time; what
     moves fill is taken before anything is given back."""
 
     def __init__(self, placed: Route) -> None:
         self.placed = placed
         self.lengths = [0 for _ in placed.buckets]
+        self.written = [0 for _ in placed.buckets]
         self.peak = [0 for _ in placed.buckets]
         self.arrived = 0
 
     def step(self, count: int, settles: bool) -> bool:
         """``count`` tokens more. Whether any moved."""
         self.arrived += count
-        self.lengths[0] += count
+        self._add(0, count)
         if not settles:
             self._take([0 for _ in self.lengths])
             return False
@@ -110,28 +120,35 @@ class Simulation:
             for target in selection.targets:
                 taken[target.bucket] += target.pages(PAGE)
         self._take(taken)
-        self.lengths[0] -= moves.seals * PAGE
+        self._add(0, -moves.seals * PAGE)
         for i in range(1, len(self.lengths)):
-            self.lengths[i] += moves.seals * PAGE
+            self._add(i, moves.seals * PAGE)
         for selection in moves.selections:
             ranks = [r for t in selection.targets for s in t.spans for r in range(*s)]
             assert len(set(ranks)) == len(ranks)
             assert set(ranks) <= set(range(selection.length))
             assert selection.length == self.lengths[selection.bucket]
-            self.lengths[selection.bucket] = 0
+            self._add(selection.bucket, -selection.length)
             for target in selection.targets:
-                self.lengths[target.bucket] += target.tokens
+                self._add(target.bucket, target.tokens)
         for drop in moves.drops:
             assert (
                 drop.pages > 0
                 and drop.first + drop.pages <= self.lengths[drop.bucket] // PAGE
             )
-            self.lengths[drop.bucket] -= drop.pages * PAGE
+            self._add(drop.bucket, -drop.pages * PAGE)
+        for shown in moves.shown:
+            assert 0 <= shown.tokens <= self.written[shown.bucket]
+            self.lengths[shown.bucket] = shown.tokens
         return bool(moves.seals or moves.selections or moves.drops)
 
+    def _add(self, bucket: int, tokens: int) -> None:
+        self.lengths[bucket] += tokens
+        self.written[bucket] += tokens
+
     def _take(self, more: list[int]) -> None:
-        for i, length in enumerate(self.lengths):
-            self.peak[i] = max(self.peak[i], pages(length) + more[i])
+        for i, tokens in enumerate(self.written):
+            self.peak[i] = max(self.peak[i], pages(tokens) + more[i])
 
 
 @pytest.mark.parametrize("kind", LIVES)
@@ -155,9 +172,11 @@ def test_tokens_held_moved_and_needed_agree_with_counting(
         simulation.step(end - simulation.arrived, settles)
         if settles:
             assert tuple(simulation.lengths) == placed.held(end)
+            assert tuple(simulation.written) == placed.written(end)
     for n in range(prompt + 1, prompt + more + 1):
         moved = simulation.step(1, True)
         assert tuple(simulation.lengths) == placed.held(n)
+        assert tuple(simulation.written) == placed.written(n)
         assert not moved or placed.can_move(n)
     worst = placed.worst_pages(prompt + more, prompt)
     assert all(now <= most for now, most in zip(simulation.peak, worst, strict=True))
@@ -219,6 +238,39 @@ def test_no_page_leaves_that_a_later_query_sees(
         if n + 1 >= prompt or (n + 1) % (2 * PAGE) == 0:
             for drop in placed.moves([len(held)], n + 1).drops:
                 del held[drop.first * PAGE : (drop.first + drop.pages) * PAGE]
+
+
+@settings(max_examples=200)
+@given(age=ages(), prompt=st.integers(1, 150), more=st.integers(0, 100))
+def test_every_token_is_in_one_tier_and_the_newest_in_the_first(
+    age: Age, prompt: int, more: int
+) -> None:
+    """Positions one by one, of pages that are sealed into both cold tiers at once."""
+    placed = route_of([(age, 2)], 2 * PAGE)
+    held: list[list[int]] = [[], [], []]  # positions in the pages of each bucket
+    lengths = [0, 0, 0]
+    for n in range(prompt + more):
+        held[0].append(n)
+        lengths[0] += 1
+        if n + 1 < prompt and (n + 1) % (2 * PAGE):
+            continue
+        moves = placed.moves(lengths, n + 1)
+        at, end = moves.first * PAGE, (moves.first + moves.seals) * PAGE
+        for cold in held[1:]:
+            cold += held[0][at:end]
+        del held[0][at:end]
+        for drop in moves.drops:
+            del held[drop.bucket][drop.first * PAGE : (drop.first + drop.pages) * PAGE]
+        lengths = [len(held[0]), len(held[1]), lengths[2]]
+        for shown in moves.shown:
+            lengths[shown.bucket] = shown.tokens
+        seen = [own[:count] for own, count in zip(held, lengths, strict=True)]
+        assert sorted([*seen[0], *seen[1], *seen[2]]) == [*range(n + 1)]
+        full = (n + 1) // PAGE * PAGE
+        newest = range(max(age.first, full - age.young), full)
+        assert seen[1] == [*newest]
+        assert seen[0] == [*range(min(age.first, full)), *range(full, n + 1)]
+        assert held[2] == [*range(age.first, full)]
 
 
 def group_of(life: object) -> Group:

@@ -179,13 +179,13 @@ class FakeSession(Session):
             places = np.arange(length)
             found[s] = self.pages[s][table[places // p], places % p]
         held = []
-        for bucket in self.plan.index.buckets:
-            if bucket.stays:
-                hot = found[bucket.hot]
-                first, newest = np.split(hot, [bucket.life.stay_hot])
-                sealed = [] if bucket.is_hot else [found[bucket.number]]
-                tokens = np.concatenate([first, *sealed, newest])
-                held.append((bucket.life, tokens))
+        for group in self.plan.groups:
+            # Older ones first.
+            own = [x for x in self.plan.index.buckets if x.lanes[0] in group.lanes]
+            hot = found[self.plan.index.hot_bucket[group.lanes[0]]]
+            first, newest = np.split(hot, [group.life.stay_hot])
+            sealed = [found[x.number] for x in reversed(own) if not x.is_hot]
+            held.append((group.life, np.concatenate([first, *sealed, newest])))
         whole = next(tokens for life, tokens in held if not life.drops)
         for life, tokens in held:
             gone = len(whole) - len(tokens)

@@ -23,7 +23,7 @@ from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, SealAfter, Window
+from kvlathe.plan.lives import SEAL, Age, Budget, Compact, Divide, SealAfter, Window
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
@@ -63,6 +63,7 @@ MIXED = (
 RANKED = ("divided", "budget", "sealed budget", "unlike keys")
 UNLIKE = KeyFormula("-dot(unit(keys), unit(mean(unit(keys))))")
 CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
+CODED_8 = Tier(8, 8, "rank", "token", 64, 32, "int")
 torch.set_num_threads(1)  # small matrices; the tests run side by side
 BACKENDS = ("torch", "onnx")
 LIMITS = Limits(
@@ -108,6 +109,9 @@ def plans(
         "fixed": plan_of((Group(every, HOT, (N4,), SEAL),)),
         "floats": plan_of((Group(every, HOT, (F8,), SEAL),)),
         "sealed after": plan_of((Group(every, HOT, (U8,), SealAfter(page)),)),
+        "aged": plan_of((Group(every, HOT, (U8, N4), Age(page, 2 * page)),)),
+        "aged alike": plan_of((Group(every, HOT, (U8, U8), Age(page, 2 * page)),)),
+        "aged codes": plan_of((Group(every, HOT, (CODED_8, CODED), Age(0, 2 * page)),)),
         "sealed split": plan_of(
             (
                 Group(every[:1], HOT, (U8,), SEAL),

@@ -21,7 +21,7 @@ struct TableHeader {
 
 struct LaneForm {
   int32_t head, input_dim, rope, planes_at, projected, rank_k, rank_v, fresh;
-  int32_t sink, recent, exact;  // its window (Sight of kvlathe/plan/lives.py)
+  int32_t sink, recent, exact;  // its window (Sight of kvlathe/plan/sight.py)
 };
 
 struct BucketForm {

@@ -25,7 +25,8 @@ from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.turns import balanced_keys, in_bases, reader_axes
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
-from kvlathe.plan.lives import SEAL, SealAfter
+from kvlathe.plan.lives import SEAL, Age, SealAfter
+from kvlathe.plan.plan import CompressionPlan
 from tests.support.checkpoints import make_model
 from tests.support.families.sizes import sizes
 
@@ -103,6 +104,33 @@ def test_first_tokens_stay_as_they_are_where_all_tokens_stay(
     assert lives(f"hack:bits={bits},arithmetic=int") == {SEAL}
     assert lives(f"hack:bits={bits}", windowed=False) == {SEAL}
     assert SealAfter not in map(type, lives(f"window+hack:bits={bits}"))
+
+
+def test_newest_tokens_have_more_bits_where_they_are_asked_for(folder: Path) -> None:
+    shape = Checkpoint(folder / "0").spec.shape
+
+    def composed(request: str) -> CompressionPlan:
+        asked = parse(request)
+        plan, _ = compose(asked, shape, True, None, RankOptions(), CacheSettings(32))
+        return plan
+
+    (group,) = composed("hack:bits=2,recent=200").groups
+    assert group.life == Age(64, 256)
+    assert [(tier.bits_k, tier.bits_v) for tier in group.cold] == [(4, 4), (2, 2)]
+    (group,) = composed("hack:bits_k=8,bits_v=2,recent=64,recent_bits=3,sink=0").groups
+    assert group.life == Age(0, 64)
+    assert [(tier.bits_k, tier.bits_v) for tier in group.cold] == [(8, 3), (8, 2)]
+    (group,) = composed("hack:bits=8,recent=256").groups
+    assert group.life == SealAfter(64) and len(group.cold) == 1
+    with pytest.raises(KvlatheError, match="cannot be composed"):
+        composed("window+hack:recent=256")
+    with pytest.raises(KvlatheError, match="levels=normal contradicts"):
+        composed("hack:bits=2,levels=normal,recent=256,recent_bits=8")
+
+
+def test_newest_tokens_in_more_bits_lose_less(folder: Path) -> None:
+    few, more = "hack:bits=2,sink=0", "hack:bits=2,sink=0,recent=64,recent_bits=8"
+    assert divergence(folder / "0", more) < 0.8 * divergence(folder / "0", few)
 
 
 def test_first_tokens_that_are_not_quantized_are_exact(folder: Path) -> None:

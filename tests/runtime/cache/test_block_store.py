@@ -31,7 +31,7 @@ from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
 
 KINDS = ("one", "split", "sealed", "sealed after", "sealed split", "windowed")
-KINDS += ("sealed windows",)
+KINDS += ("sealed windows", "aged")
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPT = list(text(1100))
 ORIGIN = Origin("0" * 64, "1" * 64, FORM)

