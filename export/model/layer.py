@@ -34,7 +34,7 @@ from kvlathe.layers.gated import HeadPlaces
 from kvlathe.layers.latent import keys_of_values, latent_rows, turned_queries
 from kvlathe.layers.mixers import Spans
 from kvlathe.layers.rows import Rows
-from kvlathe.layers.streams import Streams, with_given, with_laurel
+from kvlathe.layers.streams import Streams, with_laurel
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import WeightFormat
 
@@ -452,11 +452,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """predicted [T, N, D] and what the layer gives, x [T, D] -> [T, N * D]."""
         assert self.streams is not None and inputs is not None
-        streams = self.streams.corrected(predicted, x)
-        first = streams[:, 0]
-        if self.stream_scale is not None:
-            first = first * self.stream_scale
-        return with_given(streams, self._given(inputs, first))
+        given = partial(self._given, inputs)
+        return self.streams.ended(predicted, x, self.stream_scale, given)
 
     def _middle(self, attended: Tensor, normed: Tensor) -> Tensor:
         if self.attn_sum_norm is not None:

@@ -42,6 +42,19 @@ class Streams:
         news = given - predicted[:, 0]
         return predicted + shares.unsqueeze(-1) * news.unsqueeze(1)
 
+    def ended(
+        self, predicted: Tensor, x: Tensor, scale: Tensor | None, given: RowMap
+    ) -> Tensor:
+        """The layer's end: predicted [T, N, D] and what it gave, x [T, D] -> [T, N * D].
+        ``given`` [T, D] -> [T, D] of the first stream, times ``scale`` [D] where there
+        is one, is added to all others."""
+        streams = self.corrected(predicted, x)
+        first = streams[:, :1]
+        read = first[:, 0] if scale is None else first[:, 0] * scale
+        return torch.cat([first, streams[:, 1:] + given(read).unsqueeze(1)], 1).flatten(
+            1
+        )
+
     def _routed(self, x: Tensor) -> Tensor:
         return self.router(self.norm(x)).float().tanh().to(x.dtype)
 
@@ -50,13 +63,6 @@ def with_laurel(attended: Tensor, laurel: Tensor) -> Tensor:
     """The sum with what attention gave and that of maps beside it, [T, D] each, over
     sqrt(2) (LAuReL, arXiv 2411.07501)."""
     return (attended + laurel) * HALF_POWER
-
-
-def with_given(streams: Tensor, given: Tensor) -> Tensor:
-    """streams [T, N, D], to all of which but the first ``given`` [T, D] is added:
-    [T, N * D]."""
-    others = streams[:, 1:] + given.unsqueeze(1)
-    return torch.cat([streams[:, :1], others], 1).flatten(1)
 
 
 def widened(x: Tensor, maps: Sequence[RowMap]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlathe.layers.beside import in_table, layer_inputs
 from kvlathe.layers.decoder import NO_PARTS, OwnParts, RowMap
 from kvlathe.layers.rows import Rows
-from kvlathe.layers.streams import Streams, with_given, with_laurel
+from kvlathe.layers.streams import Streams, with_laurel
 from kvlathe.layers.values import ValueMaps
 from kvlathe.layers.wiring import LayerWiring, Wiring
 
@@ -143,11 +143,8 @@ class LayerParts:
     ) -> Tensor:
         """predicted [T, N, D] and what the layer gives, x [T, D] -> [T, N * D]."""
         assert self.streams is not None and inputs is not None
-        streams = self.streams.corrected(predicted, x)
-        first = streams[:, 0]
-        if self.stream_scale is not None:
-            first = first * self.stream_scale
-        return with_given(streams, self._given(inputs, first))
+        given = partial(self._given, inputs)
+        return self.streams.ended(predicted, x, self.stream_scale, given)
 
     def _middle(self, attended: Tensor, normed: Tensor) -> Tensor:
         if self.attn_sum_norm is not None:
