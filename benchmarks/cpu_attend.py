@@ -123,7 +123,7 @@ class Steps:
                 layer_table(self.layout, i),
                 self.args(plan, i, lengths, tables, rows, threads, rng),
             )
-            for i in range(layers)
+            for i in range(min(layers, plan.model.layers))
         ]
         self.sides = [
             [(Op(library, table), args_for(library, args)) for table, args in calls]
