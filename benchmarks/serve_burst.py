@@ -1,5 +1,5 @@
 """Servers with many requests at once, over HTTP: tokens a second, time to the
-first token, time between tokens, sequences that run.
+first token, time between tokens, sequences that run, joules a new token.
 
   python3 -m benchmarks.serve_burst out/engine --loads 64x2000+128 16x7600+256 1x7600+256
   python3 -m benchmarks.serve_burst none=out/none 'fp16=vllm serve out/8b --port {port}'
@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.commands import meanwhile, parser_of, show
+from benchmarks.support.energy import joules
 from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request
 
@@ -44,6 +45,8 @@ LOAD_SECONDS = 300
 STOP_SECONDS = 60
 LOOK_SECONDS = 0.5
 """Between two looks at how many sequences run: a look takes the server's time too."""
+WARM_PROMPT = 8192
+"""Tokens of the longest prompt that is sent before a load is measured."""
 
 LOAD = re.compile(r"(\d+)x(\d+)\+(\d+)")
 NAMED = re.compile(r"([\w.:-]+)=")
@@ -66,6 +69,8 @@ COLUMNS = {
     "per_token_p50": 14,
     "per_token_p99": 14,
     "most_running": 13,
+    "joules_per_new_token": 21,
+    "watts": 8,
 }
 """Columns of a row, in so many characters. ``between_tokens``: seconds from one piece
 of an answer to the next, however many tokens it has; ``per_token``: from an answer's
@@ -158,13 +163,17 @@ def burst(url: str, count: int, prompt: int, new: int, seed: int) -> dict[str, A
     starts = [0.0] * count
     with most_running(url) as most:
         started = time.perf_counter()
-        until = started + LOAD_SECONDS
+        until, before = started + LOAD_SECONDS, joules()
         sending = open_loop(
             url, model, requests, starts, lambda _: time.perf_counter() > until
         )
         outcomes = asyncio.run(sending)
-        seconds = time.perf_counter() - started
-    return {**summary(outcomes, seconds), "most_running": most[0]}
+        seconds, after = time.perf_counter() - started, joules()
+    row = {**summary(outcomes, seconds), "most_running": most[0]}
+    if before is not None and after is not None:
+        used = after - before
+        row |= {"joules_per_new_token": used / (count * new), "watts": used / seconds}
+    return row
 
 
 def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
@@ -202,7 +211,7 @@ def measure(url: str, shape: Shape, seed: int) -> dict[str, Any]:
     count, prompt, new = shape
     try:
         burst(url, min(count, 8), 64, 8, seed=1)
-        burst(url, min(count, 2), prompt, 8, seed=1)
+        burst(url, min(count, 2), min(prompt, WARM_PROMPT), 8, seed=1)
         return burst(url, count, prompt, new, seed)
     except (Failed, OSError) as error:
         return {"error": str(error)}
