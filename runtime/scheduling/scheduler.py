@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from kvlathe.base import machine
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.cache.arena import OutOfPages
@@ -377,11 +378,12 @@ class Scheduler:
                     raise
                 self.preempt()
 
-    def preempt(self) -> Sequence:
-        """The youngest running sequence leaves; it is the first to come back."""
+    def preempt(self, moves: bool = False) -> Sequence:
+        """The youngest running sequence leaves; it is the first to come back.
+        ``moves``: with its pages, even where computing them again takes less time."""
         sequence = self.running[-1]
         size = self._bytes(sequence.table.pages)
-        if self._recomputes(sequence, size):
+        if not moves and self._recomputes(sequence, size):
             self.remember(sequence)
             self.pool.release(sequence.table)
             self.costs.lost(sequence.cached)
@@ -403,9 +405,11 @@ class Scheduler:
 
     def vacate(self) -> None:
         """Empty the pool of all that is the scheduler's: who runs leaves, to come back
-        by itself, and what was only kept is given up."""
+        by itself, and what was only kept is given up. Pages move where the host has
+        room: what is computed again differs by rounding, and a draw may part there."""
+        moves = self.pool.bytes_in_use < machine.free_bytes()
         while self.running:
-            self.preempt()
+            self.preempt(moves)
         while self._reclaim():
             pass
 
