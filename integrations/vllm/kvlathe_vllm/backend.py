@@ -26,9 +26,11 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.calls import Call, Calls, Int32, Step, is_decode
 from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.gpu_step import DecodeBuffers, run_next
+from kvlathe_vllm.host_tables import take
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.tables import Table, Tables
+from kvlathe_vllm.watch import watch
 from kvlathe_vllm.worker import of_this_worker
 
 MAKERS: WeakValueDictionary[Table, Maker] = WeakValueDictionary()
@@ -118,7 +120,10 @@ class Maker:
         page = self.calls.plan.page_tokens
         pages = (int(lengths.max(initial=1)) + page - 1) // page
         table = m.block_table_tensor[:count]
-        call = self.calls.of(Step(starts, lengths, _numbers(table[:, :pages])))
+        blocks = take(m.block_table_tensor.data_ptr(), count, pages)
+        if blocks is None:
+            blocks = _numbers(table[:, :pages])
+        call = self.calls.of(Step(starts, lengths, blocks))
         if self.buffers is not None and is_decode(call):
             run_next(call, self.buffers.send(call, table))
         return KvlatheMetadata(m.num_actual_tokens, call)
@@ -143,6 +148,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         engine = of_this_worker(vllm_config)
         _check(vllm_config)
+        watch()
         self.engine = engine
         self.count = vllm_config.scheduler_config.max_num_seqs
         self.guesses = vllm_config.speculative_config is not None

@@ -28,6 +28,9 @@ NO_PAGE = -1
 PLACES = 3
 """Numbers of a page to seal: its hot page, its block, the place of its first token."""
 
+AT_ONCE = 2
+"""Steps of which the host may still write one while the GPU has not read the other."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sent:
@@ -69,7 +72,10 @@ def sent(call: Call, device: torch.device) -> Sent:
     """Any step, in memory of its own."""
 
     def on_device(numbers: Int32) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)
+        there = torch.from_numpy(np.ascontiguousarray(numbers))
+        if device.type == "cuda":  # else the host waits for the step before
+            there = there.pin_memory()
+        return there.to(device, non_blocking=True)
 
     decodes = is_decode(call)
     short = np.flatnonzero(np.diff(call.cu) < LEAST_CHUNK)
@@ -126,33 +132,49 @@ class Places:
             self.seals[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
 
+class HostBlock:
+    """A step's numbers on their way to the device: int32 [size]."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.block = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self._read = torch.cuda.Event() if on_gpu else None
+
+    def wait(self) -> None:
+        """Until what was written here is on the device."""
+        if self._read is not None:
+            self._read.synchronize()
+
+    def send(self, there: Tensor) -> None:
+        there.copy_(self.block, non_blocking=True)
+        if self._read is not None:
+            self._read.record()
+
+
 class DecodeBuffers:
     """Memory in which decode steps lie, of at most ``most`` sequences."""
 
     def __init__(self, most: int, buckets: int, device: torch.device) -> None:
         size = sum(Places.sizes(most, buckets))
-        self.host = torch.zeros(
-            size,
-            dtype=torch.int32,
-            pin_memory=device.type == "cuda",
-        )
+        self._hosts = [HostBlock(size, device) for _ in range(AT_ONCE)]
+        self._places = [Places(host.block, most, buckets) for host in self._hosts]
+        self._turn = 0
         self.block = torch.zeros(
             size,
             dtype=torch.int32,
             device=device,
         )
-        self._on_host = Places(self.host, most, buckets)
         self._there = Places(self.block, most, buckets)
 
     def send(self, call: Call, blocks: Tensor) -> Sent:
         """A decode step, of pieces that are the sequences in their order (`is_decode`).
         ``blocks`` [n, W]: vLLM's table on the device, in which padding sequences come
-        last.
-
-        Whoever made the call has read that table, and so waited for the step before.
-        """
-        self._on_host.write(call)
-        self.block.copy_(self.host, non_blocking=True)
+        last."""
+        self._turn = (self._turn + 1) % AT_ONCE
+        host = self._hosts[self._turn]
+        host.wait()
+        self._places[self._turn].write(call)
+        host.send(self.block)
         n = len(blocks)
         there = self._there
         inputs = StepInputs(there.cu[: n + 1], there.lengths[:n], (), StepKind(True, n))
