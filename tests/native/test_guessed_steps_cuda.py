@@ -21,6 +21,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "none": {},
     "8 bit": {"compression": "hack:bits=8"},
     "4 bit": {"compression": "hack:bits=4"},
+    "newest in 4 bit": {"compression": "hack:bits=2,recent=64"},
     "windows": {"compression": "window:recent=128,sink=64"},
 }
 OPTIONS: dict[str, Any] = {

@@ -20,7 +20,13 @@ from tests.native.library import Library
 from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call
 from tests.support.attend_cases import Case
-from tests.support.mixed_cases import TIERS, lengths_of, mixed_plan, mixed_steps
+from tests.support.mixed_cases import (
+    TIERS,
+    aged_steps,
+    lengths_of,
+    mixed_plan,
+    mixed_steps,
+)
 
 SLOW = settings(
     deadline=None,
@@ -53,6 +59,22 @@ def check(cuda: CudaLibrary, case: Case) -> None:
 @given(case=STEPS)
 def test_a_step_over_many_buckets(cuda: CudaLibrary, case: Case) -> None:
     check(cuda, case)
+
+
+@SLOW
+@given(case=aged_steps([64, 128], [0, 1, 1, 3, 15, 16, 40, 130, 300]))
+def test_pages_that_wait_are_not_read(cuda: CudaLibrary, case: Case) -> None:
+    """Newest tokens in one format, older ones in another."""
+    check(cuda, case)
+
+
+@pytest.mark.nightly
+@settings(SLOW, max_examples=6)
+@given(case=aged_steps([64], [0, 1, 1, 3, 16, 40]))
+def test_the_cpu_kernels_do_not_read_pages_that_wait(
+    library: Library, case: Case
+) -> None:
+    same_on_the_cpu(library, case)
 
 
 @settings(SLOW, max_examples=6)

@@ -150,7 +150,7 @@ class Call:
 
 def reserve(case: Case) -> tuple[Array, list[Array]]:
     """The case's pool and page tables, grown by poisoned pages for the step's own
-    tokens."""
+    tokens, and by those that wait."""
     from kvlathe.plan.layout import CacheLayout
 
     plan, strides = case.plan, CacheLayout(case.plan).page_stride
@@ -158,6 +158,7 @@ def reserve(case: Case) -> tuple[Array, list[Array]]:
     for s, bucket in enumerate(plan.index.buckets):
         fresh = np.array(case.queries) * (bucket.is_hot)
         needed = -(-(case.lengths[:, s] + fresh) // plan.page_tokens)
+        needed += case.waiting[:, s]
         table = np.zeros((len(needed), max(1, int(needed.max()))), np.int32)
         for b, count in enumerate(needed):
             old = min(-(-int(case.lengths[b, s]) // plan.page_tokens), int(count))

@@ -44,7 +44,7 @@ from tests.support.attend_cases import Case
 from tests.support.device_engines import HostAttention, turned
 from tests.support.emulated import AttentionLibrary
 from tests.support.host_device import HostTorchDevice
-from tests.support.mixed_cases import mixed_steps, model_plan
+from tests.support.mixed_cases import aged_steps, mixed_steps, model_plan
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL, forced, text
 
@@ -184,6 +184,16 @@ def test_a_step_over_many_buckets_is_masked_attention(
     largest = np.abs(expected).max()
     assert np.abs(out - expected).mean() <= 2e-3 * largest
     assert np.abs(out - expected).max() <= 3e-2 * largest
+
+
+@pytest.mark.slow
+@settings(SOME, max_examples=6)
+@given(case=aged_steps([64], [0, 1, 1, 1, 2, 3]))
+def test_pages_that_wait_are_not_read(library: AttentionLibrary, case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        out = emulated(library, case, patch)
+    expected = case.expected()[0]
+    assert np.abs(out - expected).max() <= 3e-2 * np.abs(expected).max()
 
 
 class NodeInput(Structure):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvlathe.plan.kernel_forms import plan_refusal, ranking_refusal
+from kvlathe.plan.kernel_forms import UNPROVEN, plan_refusal, ranking_refusal
 from kvlathe.plan.lives import KEEP
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_score import ObservationWindow
@@ -38,9 +38,15 @@ def test_plans_that_compact_prefixes_are_taken(kind: str) -> None:
     assert ranking_refusal(dataclasses.replace(plan, model=capped)) is None
 
 
-def test_tiers_by_age_are_refused_until_a_gpu_has_run_them() -> None:
-    refusal = plan_refusal(plans(model_shape())["aged"])
+def test_tiers_by_age_are_refused_until_a_gpu_has_run_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(UNPROVEN, raising=False)
+    plan = plans(model_shape())["aged"]
+    refusal = plan_refusal(plan)
     assert refusal is not None and "no GPU has run" in refusal[0]
+    monkeypatch.setenv(UNPROVEN, "1")
+    assert plan_refusal(plan) is None
     assert plan_refusal(plans(model_shape())["sealed"]) is None
 
 

@@ -264,7 +264,8 @@ class Case:
     ``expected`` is the reference.
 
     ``queries`` [B] and ``lengths`` [B][S]; ``spare`` rows and sequences pad the step's
-    capacity.
+    capacity. ``waiting`` [B, S]: pages behind the tokens that queries see, poisoned in
+    what kernels get.
     """
 
     scale = 0.3
@@ -289,6 +290,7 @@ class Case:
         self.lengths = np.array(
             lengths + [[0] * len(plan.index.buckets)] * spare, np.int32
         )
+        self.waiting = np.zeros_like(self.lengths)
         normal, heads = self.rng.normal, range(plan.model.group_size)
         self.q = [
             [normal(size=(self.total, lane.input_dim)) for _ in heads]

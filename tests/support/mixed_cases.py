@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.lives import SEAL, Life, Window
+from kvlathe.plan.lives import SEAL, Age, Life, Window
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.attend_cases import Case, plan_of, scored
 from tests.support.runtime_cases import F8, model_shape, plan_for
@@ -149,4 +150,41 @@ def mixed_steps(
         lengths.append(lengths_of(plan, tail, whole, kept))
     case = Case(plan, 0, rows, lengths, draw(st.integers(0, 99)))
     case.scale = 0.05  # sharper scores would show the rounding of q', not a fault
+    return case
+
+
+@st.composite
+def aged_steps(draw: st.DrawFn, pages: Sequence[int], queries: Sequence[int]) -> Case:
+    """A ragged step of a layer whose lanes have newest tokens in one format and older
+    ones in another, in one group or two. What waits in the older one is poisoned."""
+    page = draw(st.sampled_from(pages))
+    count = draw(st.integers(1, 4))
+    lanes = [
+        Lane(0, i, 64, *draw(st.sampled_from(RANKS)), projected=True)
+        for i in range(count)
+    ]
+    first, cut = draw(st.integers(0, 1)) * page, draw(st.integers(0, count - 1))
+    groups: list[Group] = []
+    for own in (range(cut), range(cut, count)):
+        life = Age(first, draw(st.integers(1, 4)) * page)
+        tiers = draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS))
+        if own:
+            groups.append(Group(tuple(own), HOT, tiers, life))
+    plan = plan_of(lanes, groups, 64, draw(st.integers(1, 8)), page)
+    batch = draw(st.integers(1, 4))
+    counts = st.lists(st.sampled_from(queries), min_size=batch, max_size=batch)
+    rows = draw(counts.filter(any))
+    buckets = len(plan.index.buckets)
+    lengths = [[0] * buckets for _ in rows]
+    waiting = np.zeros((batch, buckets), np.int32)
+    (route,) = plan.index.routes
+    for b in range(batch):
+        arrived = draw(st.integers(0, 12 * page))
+        counts = zip(route.held(arrived), route.written(arrived), strict=True)
+        for bucket, (seen, there) in zip(route.buckets, counts, strict=True):
+            lengths[b][bucket] = seen
+            waiting[b, bucket] = (there - seen) // page
+    case = Case(plan, 0, rows, lengths, draw(st.integers(0, 99)))
+    case.scale = 0.05  # as in mixed_steps
+    case.waiting = waiting
     return case
