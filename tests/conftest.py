@@ -38,6 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt would inherit that."""
 
 
+SETTINGS = "_hypothesis_internal_use_settings"
 EXIT_SECONDS = 120
 _stderr = 2
 
@@ -48,12 +49,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="each test that is not slow once, with its first parameters",
     )
+    parser.addoption(
+        "--examples",
+        type=int,
+        default=1,
+        metavar="TIMES",
+        help="so many times the examples of each law",
+    )
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """With --quick a law is tried once: the first parameters of its test stay."""
+    more_examples(items, int(config.getoption("--examples") or 1))
     if not config.getoption("--quick"):
         return
     kept: dict[str, pytest.Item] = {}
@@ -64,6 +73,15 @@ def pytest_collection_modifyitems(
     first = set(kept.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in first])
     items[:] = kept.values()
+
+
+def more_examples(items: list[pytest.Item], times: int) -> None:
+    """So many times the examples that each law names, or has without a number."""
+    laws = {item.function for item in items if isinstance(item, pytest.Function)}
+    for law in laws if times > 1 else ():
+        if own := getattr(law, SETTINGS, None):
+            most = own.max_examples * times
+            setattr(law, SETTINGS, settings(own, max_examples=most))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.panics import refuse_fault
 from kvlathe.base.tokenizer_files import GENERATION
 from kvlathe.export.gguf.config import architecture_of
 from kvlathe.export.gguf.file import GgufFile
@@ -33,6 +34,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Kinds of tokens."""
 SPACE = "\u2581"
 """Sentencepiece's."""
+
+MOST_PIECE = 1024
+"""Characters of a piece. Each place where one may be cut is looked at."""
+REMEDY = "download the file again"
 
 Item = TypeVar("Item")
 
@@ -104,16 +109,18 @@ def tokenizer_files(file: GgufFile) -> dict[str, object]:
     tokenizer of another kind, and one that is damaged."""
     if "tokenizer.ggml.model" not in file.metadata:
         return {}
+    fact = f"the tokenizer in {file.path.name} cannot be read"
     try:
         own = _Vocabulary.of(file)
         tokenizer = own.byte_level() if own.kind == "gpt2" else own.sentencepiece()
         settings = own.settings()
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise KvlatheError(
-            f"the tokenizer in {file.path.name} cannot be read",
-            f"it is damaged ({type(error).__name__}: {error})",
-            "download the file again",
-        ) from error
+        said = " ".join(str(error).split())
+        reason = f"it is damaged ({type(error).__name__}: {said:.200})"
+        raise KvlatheError(fact, reason, REMEDY) from error
+    except BaseException as error:
+        refuse_fault(error, fact, REMEDY)
+        raise
     files: dict[str, object] = {
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": settings,
@@ -251,6 +258,8 @@ class _Vocabulary:
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
             if kind == NORMAL
         }
+        if longest := next((x for x in pieces if len(x) > MOST_PIECE), ""):
+            raise ValueError(f"a piece has {len(longest):,} characters")
         found: list[tuple[float, int, int, int, str, str]] = []
         for piece, i in pieces.items():
             for cut in range(1, len(piece)):

@@ -25,6 +25,8 @@ from kvlathe.base.package import FOLDER
 MEMORY_BYTES = 1 << 30
 """Address space of the child."""
 READ_AT_ONCE = 1 << 16
+MOST_WORDS = 1000
+"""Characters of an error that are said: it may hold all that a template wrote."""
 
 
 class LimitError(ValueError):
@@ -181,11 +183,12 @@ def answer_lines(module: str, function: str, seconds: float) -> None:
     for line in sys.stdin:
         signal.alarm(int(2 * seconds) + 1)
         try:
-            said = {"answer": called(*json.loads(line))}
+            said = json.dumps({"answer": called(*json.loads(line))})
         except Exception as error:  # it is a program, and may raise anything
-            said = {"error": str(error) or type(error).__name__}
+            words = str(error)[:MOST_WORDS] or type(error).__name__
+            said = json.dumps({"error": words})
         signal.alarm(0)
-        print(json.dumps(said), file=answers, flush=True)
+        print(said, file=answers, flush=True)
 
 
 if __name__ == "__main__":

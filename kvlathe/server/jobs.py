@@ -46,11 +46,13 @@ DEFAULT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The trace that a request belongs to, and when it came, in nanoseconds of Unix
-    time."""
+    """The trace that a request belongs to. In nanoseconds of Unix time: when it
+    ``came``, and where time.perf_counter() was ``zero``. So no span ends before it
+    begins where the clock is set back meanwhile."""
 
     context: Context
     came: int
+    zero: int
 
 
 @dataclass(slots=True)

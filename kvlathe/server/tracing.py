@@ -79,7 +79,8 @@ class Spans:
         found = context.get_current()
         if not trace.get_current_span().get_span_context().is_valid:
             found = propagate.extract(headers)
-        return Origin(found, time.time_ns())
+        came = time.time_ns()
+        return Origin(found, came, came - time.perf_counter_ns())
 
     @contextmanager
     def of(self, job: Job) -> Generator[Recorder | None]:
@@ -106,7 +107,7 @@ class Spans:
             span.end()
             yield None
             return
-        recorder = Recorder(span, tracer, job, model)
+        recorder = Recorder(span, tracer, job, model, origin.zero)
         try:
             yield recorder
         except ApiError as failure:
@@ -122,13 +123,14 @@ class Spans:
 
 class Recorder:
     """Writes what becomes of a job into its span, and a span for each part of each
-    sequence's time into that one."""
+    sequence's time into that one. ``zero``: as that of Origin."""
 
-    def __init__(self, span: Span, tracer: trace.Tracer, job: Job, model: str) -> None:
+    def __init__(
+        self, span: Span, tracer: trace.Tracer, job: Job, model: str, zero: int
+    ) -> None:
         self._span, self._tracer, self._job = span, tracer, job
         self._inside = trace.set_span_in_context(span)
-        # From seconds of time.perf_counter() to nanoseconds of Unix time.
-        self._zero = time.time_ns() - time.perf_counter_ns()
+        self._zero = zero
         self._failed = False
         self._reasons: dict[int, str] = {}
         self._cached: dict[int, int] = {}
@@ -174,7 +176,7 @@ class Recorder:
         self._span.set_attribute(
             "gen_ai.usage.output_tokens", sum(self._tokens.values())
         )
-        self._span.end()
+        self._span.end(self._zero + time.perf_counter_ns())
 
     def _parts(self, delta: Delta, times: Times) -> None:
         """Spans of the parts of a sequence that has ended: those that it came to."""

@@ -12,9 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvlathe.base import limited
-from kvlathe.base.chat_template import environment, read_template, sandbox
+from kvlathe.base.chat_template import (
+    MOST_CHARACTERS,
+    environment,
+    read_template,
+    sandbox,
+)
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.limited import MOST_IDLE, Limited, LimitError
 from tests.support.nightly import rest_nightly
@@ -24,6 +31,11 @@ BOMBS = {
     "a long text": "{{ 'a' * 10**9 * 4 }}",
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "much text": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+}
+TURNS = [{"role": "user", "content": "x"}]
+LIMITED = {
+    name: Limited("kvlathe.base.chat_template", name, seconds=0.5)
+    for name in ("syntax_fault", "rendered")
 }
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}\n{% endfor %}"
 
@@ -40,6 +52,75 @@ def test_a_template_that_never_ends_is_refused_in_words(name: str) -> None:
         render(BOMBS[name], {"messages": []})
     assert time.monotonic() - began < 30
     assert render("{{ 1 + 1 }}", {}) == "2"  # the next one is none the worse
+
+
+def test_words_of_a_program_are_cut() -> None:
+    long = "{{ raise_exception('x' * 10**7) }}"
+    with pytest.raises(LimitError) as refusal:
+        sandbox().from_string(long).render()
+    assert str(refusal.value) == "x" * 1000
+
+
+VALUES = (
+    *("9", "10**9", "'a'", "'a' * 10**8", "[0] * 10**7", "range(99999)", "messages"),
+    *(
+        "messages[0].content",
+        "nobody",
+        "self",
+        "loop",
+        "''.__class__",
+        "namespace(a=1)",
+    ),
+    *("lipsum(n=9999)", "dict(a=1)", "cycler(1, 2)", "'%0999999999d' % 1", "none"),
+    *("'{:>999999999}'.format(1)", "strftime_now('%c' * 99999)", "1 / 0", "9**9**9"),
+    *("raise_exception('x' * 10**8)", "messages.__init__.__globals__", "'a' ~ m(1)"),
+)
+FILTERS = (
+    *("center(10**8)", "indent(10**7)", "join", "tojson", "list", "sort", "string"),
+    *("replace('', 'a' * 9999)", "length", "wordwrap(1)", "pprint", "xmlattr", "sum"),
+    *("map('upper') | list", "unique | list", "attr('__class__')", "batch(2) | list"),
+    *("urlize", "tojson(indent=10**9)", "format(1)", "reverse", "groupby(0)", "int"),
+)
+BLOCKS = (
+    *(
+        "{{{{ {0} }}}}",
+        "{{% for i in {0} %}}{1}{{% endfor %}}",
+        "{{% set x = {0} %}}{1}",
+    ),
+    *("{{% if {0} %}}{1}{{% endif %}}", "{{% filter upper %}}{1}{{% endfilter %}}"),
+    "{{% macro m(n) %}}{{{{ m(n) }}}}{1}{{% endmacro %}}{{{{ m({0}) }}}}",
+    "{{% for i in {0} recursive %}}{{{{ loop({0}) }}}}{1}{{% endfor %}}",
+    "{{% block b %}}{{{{ self.b() }}}}{{% endblock %}}",
+    *("{{% include {0} %}}", "{{% import {0} as y %}}", "{{% extends {0} %}}", "{1}}}"),
+)
+
+
+@st.composite
+def hostile(draw: st.DrawFn, depth: int = 3) -> str:
+    """A template that may take any time, memory and text, or be none."""
+    value = draw(st.sampled_from(VALUES))
+    for _ in range(draw(st.integers(0, 2))):
+        how = draw(st.sampled_from([*"+*~%/", "**", "in", "|", "|"]))
+        over = draw(st.sampled_from(FILTERS if how == "|" else VALUES))
+        value = f"({value} {how} {over})"
+    inner = draw(hostile(depth - 1)) if depth else "a"
+    return draw(st.sampled_from(BLOCKS)).format(value, inner) + inner * draw(
+        st.integers(0, 1)
+    )
+
+
+@pytest.mark.nightly
+@settings(max_examples=100, deadline=None)
+@given(template=hostile())
+def test_hostile_templates_end_in_time_in_words_or_in_a_prompt(template: str) -> None:
+    for function, values in (("syntax_fault", []), ("rendered", [{"messages": TURNS}])):
+        began = time.monotonic()
+        try:
+            found = LIMITED[function](template, *values)
+            assert len(str(found)) <= MOST_CHARACTERS
+        except LimitError as refusal:
+            assert 0 < len(str(refusal)) <= 1000
+        assert time.monotonic() - began < 10  # a child begins meanwhile
 
 
 def test_text_is_that_of_the_sandbox_whoever_asks() -> None:

@@ -123,6 +123,22 @@ def test_each_request_has_one_span_of_the_clients_trace_with_its_parts_inside(
     assert first and last and span.start_time <= first <= last <= span.end_time
 
 
+def test_no_span_ends_before_it_begins_where_the_clock_is_set_back(
+    traced: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a year at each look."""
+    years = itertools.count(2100 - 1970, -1)
+    clock = lambda: next(years) * 365 * 86400 * 10**9  # noqa: E731
+    monkeypatch.setattr(time, "time_ns", clock)
+    assert ask(traced, "/v1/completions", prompt="x", max_tokens=3).status_code == 200
+    found = spans()
+    every = [of_model(found), *inside(of_model(found), found)]
+    assert len(every) == 4
+    for one in every:
+        assert one.start_time and one.end_time
+        assert 0 <= one.end_time - one.start_time < 60 * 10**9
+
+
 def test_attributes_are_those_of_the_semantic_conventions(traced: Served) -> None:
     options = {"temperature": 0.5, "seed": 7, "top_p": 0.9, "stop": ["zzz"], "n": 2}
     answer = ask(
