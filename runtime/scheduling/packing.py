@@ -80,6 +80,8 @@ def _logit_rows(chunks: Items[Chunk], starts: Int32) -> Int32:
 def _page_table(rows: Items[Int32]) -> Int32:
     """[B, longest row, at least 1]; short rows end in page 0, which nobody reads past a
     sequence's length."""
+    if len(rows) == 1 and len(rows[0]):
+        return np.array(rows, np.int32)
     lengths = np.fromiter(map(len, rows), np.intp, len(rows))
     table = np.zeros((len(rows), max(1, int(lengths.max()))), np.int32)
     taken = np.arange(table.shape[1]) < lengths[:, None]

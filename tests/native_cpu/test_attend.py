@@ -311,3 +311,28 @@ def test_windows_of_long_sequences_are_masked_attention(
     scale = np.abs(expected).max()
     np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=1e-3 * scale)
     np.testing.assert_array_equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_alone_is_the_row_beside_others_to_the_bit(
+    native: Native, isa: str
+) -> None:
+    """Alone its lanes are projected and attended by the same thread."""
+    tier = LONG_TIERS[1]
+    lanes = [
+        Lane(0, 0, 32, 32, 48, projected=True),
+        Lane(0, 1, 32, 16, 32, projected=True),
+    ]
+    groups = [
+        Group((0,), Tier(32, 32), (tier,), Window(64, 128)),
+        Group((1,), Tier(32, 32), (tier,), SEAL),
+    ]
+    plan = plan_of(lanes, groups, 32, 3, 64)
+    case = Case(plan, 0, [1, 1, 5], [[9, 192, 256], [70, 0, 64], [3, 64, 64]], seed=5)
+    beside, alone = Call(case, ISAS[isa], 2), Call(case, ISAS[isa], 2)
+    expected, rows = beside.run(native)
+    alone.args.tokens = alone.args.batch = 1
+    out, own = alone.run(native)
+    np.testing.assert_array_equal(out[0], expected[0])
+    np.testing.assert_array_equal(own[0], rows[0])
+    assert np.isnan(out[1:]).all()

@@ -95,8 +95,13 @@ void AttendStep::project_rows(const float* prepared) const {
             [&](int64_t i) { project(prepared, i / lanes * kPrepareRows, int32_t(i % lanes)); });
 }
 
-void AttendStep::attend_items(const std::vector<Item>& items, const float* prepared) const {
+// `with_rows`: each item projects the step's one row for its own lanes first, so that threads meet
+// once in place of twice.
+void AttendStep::attend_items(const std::vector<Item>& items, const float* prepared,
+                              bool with_rows) const {
   run_items(a.parallel, a.threads, int64_t(items.size()), [&](int64_t i) {
+    for (int32_t at = items[i].lane; with_rows && at < items[i].lane_end; ++at)
+      project(prepared, 0, layer.order[at]);
     if (queries(items[i].sequence) > 1) {
       tile(items[i], prepared);
     } else {
@@ -135,11 +140,12 @@ void AttendStep::run() {
   if (a.tokens == 0 || a.batch == 0) return;
   find_sequences();
   const float* prepared = prepared_buffer.floats(size_t(a.tokens * q_at_.back()));
-  project_rows(prepared);
   int64_t floats = 0;
   const std::vector<Item> items = list_items(floats);
+  const bool with_rows = a.tokens == 1 && floats == 0;  // every lane is one item's
+  if (!with_rows) project_rows(prepared);
   states_ = state_buffer.floats(size_t(floats));
-  attend_items(items, prepared);
+  attend_items(items, prepared, with_rows);
   merge_items(items);
   if (a.observation_weights) observe_rows(prepared);
 }

@@ -59,7 +59,7 @@ struct AttendStep {
   void check_pages(int32_t s) const;
   void find_sequences();
   void project_rows(const float* prepared) const;
-  void attend_items(const std::vector<Item>& items, const float* prepared) const;
+  void attend_items(const std::vector<Item>& items, const float* prepared, bool with_rows) const;
   void merge_items(const std::vector<Item>& items) const;
   void observe_rows(const float* prepared);
 
