@@ -266,7 +266,7 @@ def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
             f"{one.name} with a format of newest tokens and {tokens[0][0].name} cannot be "
             "composed",
             "all tokens stay where older ones have fewer bits",
-            "leave recent out, or the method of tokens",
+            "say recent=0, or leave the method of tokens out",
         )
     both = dataclasses.replace(
         kept,

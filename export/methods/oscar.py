@@ -2,10 +2,9 @@
 
 K is rotated by the eigenvectors of Q^T Q and V by those of its covariance weighted by
 scores, each then by a Hadamard matrix. A token has one scale and minimum for each
-``group`` channels, and the first tokens stay in 16 bit. Differences from the paper: the
-newest tokens in 16 bit are those of the page that is being filled, where the paper keeps
-256; V's covariance is that of attention's outputs, which are values weighted by scores;
-codes are to the nearest, without clipping that was searched for.
+``group`` channels; the first 64 tokens and the newest 256 stay in 16 bit. Differences from
+the paper: V's covariance is that of attention's outputs, which are values weighted by
+scores; codes are to the nearest, without clipping that was searched for.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from kvlathe.export.methods.method import Decision, Method
 from kvlathe.export.methods.options import (
     Choice,
     MethodOptions,
+    count,
     option,
 )
 from kvlathe.export.methods.turns import reader_axes
@@ -36,6 +36,12 @@ class OscarOptions(MethodOptions):
         "head", Choice("head", "layer"), "One rotation a KV head, or one a layer."
     )
     sink: int = option(64, Choice(64, 0, 128), "First tokens that are not quantized.")
+    recent: int = option(
+        256,
+        count("a number of tokens"),
+        "Newest tokens in 16 bit, in whole pages, beside those of the page that is being "
+        "filled; 0 beside methods of tokens, in vLLM and in TensorRT.",
+    )
 
 
 def plan(options: OscarOptions, page_tokens: int) -> Decision:
@@ -49,7 +55,10 @@ def plan(options: OscarOptions, page_tokens: int) -> Decision:
         group_v=options.group,
     )
     turn = partial(reader_axes, per_layer=options.rotations == "layer")
-    return Decision(cold=tier, sink=options.sink, turn=turn)
+    young = Tier(16, 16) if options.recent else None
+    return Decision(
+        cold=tier, sink=options.sink, young=young, recent=options.recent, turn=turn
+    )
 
 
 METHOD = Method(

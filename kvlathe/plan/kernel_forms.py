@@ -28,7 +28,7 @@ def ages_refusal(plan: CompressionPlan) -> Refusal | None:
     if not any(bucket.waits for bucket in plan.index.buckets):
         return None
     reason = "newest tokens have more bits than older ones, which no GPU has run"
-    return reason, "leave recent out, or build for onnxruntime and run it on a CPU"
+    return reason, "say recent=0, or build for onnxruntime and run it on a CPU"
 
 
 def is_wide(plan: CompressionPlan) -> bool:

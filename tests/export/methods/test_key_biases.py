@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.turns import balanced_keys, in_bases, reader_axes
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
+from kvlathe.plan.formats import Tier
 from kvlathe.plan.lives import SEAL, Age, SealAfter
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.checkpoints import make_model
@@ -126,6 +128,28 @@ def test_newest_tokens_have_more_bits_where_they_are_asked_for(folder: Path) -> 
         composed("window+hack:recent=256")
     with pytest.raises(KvlatheError, match="levels=normal contradicts"):
         composed("hack:bits=2,levels=normal,recent=256,recent_bits=8")
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_oscar_keeps_first_and_newest_tokens_in_16_bits(
+    bits: Literal[16, 32], folder: Path
+) -> None:
+    """64 and 256 of them, as in the paper."""
+    stats = calibrate(Checkpoint(folder / "0"), "random", with_entropies=False)
+
+    def composed(request: str) -> CompressionPlan:
+        asked, form = parse(request), CacheSettings(bits)
+        return compose(asked, stats.shape, True, stats, RankOptions(), form)[0]
+
+    (group,) = composed("oscar").groups
+    assert group.life == Age(64, 256)
+    young, old = group.cold
+    assert young == Tier(16, 16) and (old.bits_k, old.bits_v) == (2, 2)
+    (group,) = composed("oscar:recent=0").groups
+    assert group.life == SealAfter(64) and group.cold == (old,)
+    with pytest.raises(KvlatheError, match="ay recent=0"):
+        composed("window+oscar")
+    assert composed("window+oscar:recent=0").index.sees_less
 
 
 def test_newest_tokens_in_more_bits_lose_less(folder: Path) -> None:
