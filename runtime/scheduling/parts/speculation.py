@@ -245,11 +245,11 @@ class Speculation(StepPart):
         """A step of decodes alone has run, and this long after the one before it its
         tokens were known. ``ahead``: it was prepared while that one ran, or steps never
         are."""
-        sequences, rows = len(chunks), 0
-        stayed = 0
+        sequences, rows, stayed = len(chunks), 0, 0
         for chunk in chunks:
-            rows += chunk.extra
-            stayed += chunk.stayed
+            if chunk.drafts or chunk.count > 1:  # most steps have none
+                rows += chunk.extra
+                stayed += chunk.stayed
         plain = self.costs.plain(sequences)
         looked, self._looked = self._looked, 0.0
         if rows:
