@@ -183,22 +183,41 @@ struct ByteQueries {
   }
 };
 
-// Adds V of 16 tokens, whose shares are p.
+// Adds V of 64 tokens, whose shares are p. The four loads of a block of channels go first, so that one
+// wait serves all.
 template <class E, Coding kCoding>
 __device__ __forceinline__ void add_byte_values(float (&o)[kNarrowRank / 16][4],
                                                 const Lane16<kNarrowRank / 16>& lane16, uint32_t v,
-                                                const uint32_t (&p)[2]) {
+                                                const uint32_t (&p)[kPairs][2]) {
   using Numbers = ByteNumbers<kCoding>;
-  uint32_t a[4];
+  using Product = typename HalfOf<E>::type;
+  const uint32_t next = lane16.steps_v * 512;
+  // What the numbers are too large by is the same in all channels.
+  constexpr uint32_t kLess = Numbers::kLessOfValues;
+  const uint32_t less[4] = {kLess, kLess, kLess, kLess};
+  float rest[4] = {};
+  if constexpr (kLess != 0) {
+#pragma unroll
+    for (int b = 0; b < kPairs; ++b) Product::multiply(rest, less, p[b][0], p[b][1]);
+  }
 #pragma unroll
   for (int j = 0; j < kNarrowRank / 32; ++j) {
     if (j >= lane16.steps_v) break;
-    load_matrices_transposed(a, lane16.v(v, j));
+    uint32_t a[kPairs][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t values[4] = {Numbers::value(a[h], 0), Numbers::value(a[h], 1),
-                                  Numbers::value(a[2 + h], 0), Numbers::value(a[2 + h], 1)};
-      HalfOf<E>::type::multiply(o[2 * j + h], values, p[0], p[1]);
+    for (int b = 0; b < kPairs; ++b) load_matrices_transposed(a[b], lane16.v(v + b * next, j));
+    if constexpr (kLess != 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[2 * j][i] += rest[i], o[2 * j + 1][i] += rest[i];
+    }
+#pragma unroll
+    for (int b = 0; b < kPairs; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t values[4] = {Numbers::value(a[b][h], 0), Numbers::value(a[b][h], 1),
+                                    Numbers::value(a[b][2 + h], 0), Numbers::value(a[b][2 + h], 1)};
+        Product::multiply(o[2 * j + h], values, p[b][0], p[b][1]);
+      }
     }
   }
 }
@@ -257,28 +276,39 @@ __device__ __forceinline__ void score_key_page(float (&s)[kPairs][4],
   float rest[4] = {};
 #pragma unroll
   for (int b = 0; b < kPairs; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+  // 32 channels at a time: all loads first.
 #pragma unroll
-  for (int j = 0; j < kNarrowRank / 16; ++j) {
-    if (j >= lane16.steps_k) break;
-    uint32_t scaled[2], minima[4];
+  for (int step = 0; step < kNarrowRank / 16; step += 2) {
+    if (step >= lane16.steps_k) break;
+    uint32_t a[2][2][4], pair[2][2][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t pair[2];
-      load_vector(pair, meta + (16 * j + 8 * h) * kPairBytes);
-      scaled[h] = fma_halves(lane16.q[j][h], picked_bytes(pair[0], pair[1], 0x5410), 0x80008000);
-      minima[2 * h] = minima[2 * h + 1] = picked_bytes(pair[0], pair[1], 0x7632);
-    }
-    Product::multiply(rest, minima, lane16.q[j][0], lane16.q[j][1]);
-    Product::multiply(rest, less, scaled[0], scaled[1]);
-#pragma unroll
-    for (int half = 0; half < kPairs / 2; ++half) {
-      uint32_t a[4];
-      load_matrices_transposed(a, lane16.k(k, half) + 16 * j * kChunkTokens);
+    for (int n = 0; n < 2; ++n) {
+      const int j = step + n;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32_t keys[4] = {token_of_pair(a[2 * h], 0), token_of_pair(a[2 * h], 1),
-                                  token_of_pair(a[2 * h + 1], 0), token_of_pair(a[2 * h + 1], 1)};
-        Product::multiply(s[2 * half + h], keys, scaled[0], scaled[1]);
+        load_vector(pair[n][h], meta + (16 * j + 8 * h) * kPairBytes);
+        load_matrices_transposed(a[n][h], lane16.k(k, h) + 16 * j * kChunkTokens);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t (&q)[2] = lane16.q[step + n];
+      uint32_t scaled[2], minima[4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t (&two)[2] = pair[n][h];
+        scaled[h] = fma_halves(q[h], picked_bytes(two[0], two[1], 0x5410), 0x80008000);
+        minima[2 * h] = minima[2 * h + 1] = picked_bytes(two[0], two[1], 0x7632);
+      }
+      Product::multiply(rest, minima, q[0], q[1]);
+      Product::multiply(rest, less, scaled[0], scaled[1]);
+#pragma unroll
+      for (int b = 0; b < kPairs; ++b) {
+        const uint32_t (&x)[4] = a[n][b / 2];
+        const int h = b % 2;
+        const uint32_t keys[4] = {token_of_pair(x[2 * h], 0), token_of_pair(x[2 * h], 1),
+                                  token_of_pair(x[2 * h + 1], 0), token_of_pair(x[2 * h + 1], 1)};
+        Product::multiply(s[b], keys, scaled[0], scaled[1]);
       }
     }
   }
@@ -306,16 +336,15 @@ __device__ __forceinline__ void add_value_rows(ByteState<kCoding>& state,
     for (int e = 0; e < 2; ++e) {
       const int token = 16 * b + own + (kPaired ? e : 8 * e);
       const ByteGrid grid = Numbers::grid(meta, token);
-      const bool there = token < rows;
-      if (!there) s[b][2 * e] = s[b][2 * e + 1] = -INFINITY;
-      worth[b][e] = there ? grid.scale * state.inverse : 0.f;
-      least[b][e] = there ? fmaf(Numbers::kOfValues, grid.scale, grid.minimum) : 0.f;
+      worth[b][e] = grid.scale * state.inverse;
+      least[b][e] = fmaf(Numbers::kOfValues, grid.scale, grid.minimum);
+      if (rows >= kChunkTokens || token < rows) continue;
+      s[b][2 * e] = s[b][2 * e + 1] = -INFINITY;
+      worth[b][e] = least[b][e] = 0.f;
     }
   }
   state.weigh_bytes(s, worth, least, p);
-#pragma unroll
-  for (int b = 0; b < kPairs; ++b)
-    add_byte_values<E, kCoding>(state.o, lane16, v + b * lane16.steps_v * 512, p[b]);
+  add_byte_values<E, kCoding>(state.o, lane16, v, p);
 }
 
 // P: ByteParams.
@@ -367,7 +396,7 @@ __global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
   };
   const auto ended = [&] {
     enter(false);
-    finish<E>(p, state, buffer, block, crew);
+    finish_sliced<E>(p, state, buffer, block, crew);
     state.clear();
   };
   const auto take = [&](Turn&, int part, const HeadParams<kParts>& at, uint32_t rows) {
@@ -378,20 +407,23 @@ __global__ void __launch_bounds__(kByteWarps * 32, kBlocksPerSM)
     else
       lane16.set(rows, p.group_size, at.rank_k, at.rank_v);
   };
+  float s[kPairs][4] = {};  // scores of the tile whose K is attended
+  bool scored = false;      // whether V is next
   const auto attend = [&](Turn& turn, int now) {
     const uint32_t tile = ring.wait_oldest(turn.bytes);
-    if (coded) {  // its two halves
-      float s[kPairs][4];
+    if (!coded) {
+      const int rows = min(turn.units * kRowTokens, turn.length - now * kRowTokens);
+      attend_tile<E>(state, lane16, tile, turn.units, rows, p.scale_log2);
+    } else if (scored) {
+      add_value_rows<E, P::kCoding, P::kKeyPages>(state, lane16, tile, s,
+                                                  turn.length - now * kChunkTokens);
+      scored = false;
+    } else {
       if constexpr (P::kKeyPages)
         score_key_page<E>(s, lane16, queries, tile);
       else
         score_key_rows<E, P::kCoding>(s, lane16, queries, tile);
-      ring.drop_oldest(turn.bytes);
-      add_value_rows<E, P::kCoding, P::kKeyPages>(state, lane16, ring.wait_oldest(turn.bytes), s,
-                                                  turn.length - now * kChunkTokens);
-    } else {
-      const int rows = min(turn.units * kRowTokens, turn.length - now * kRowTokens);
-      attend_tile<E>(state, lane16, tile, turn.units, rows, p.scale_log2);
+      scored = true, turn.unit = now;  // the same tile again
     }
     ring.drop_oldest(turn.bytes);
   };

@@ -124,7 +124,7 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int col
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, (P::kByteRows ? 2 : 1) * ring_room(lane.tile_bytes));
-    const int channels = P::kPlain ? kMergedChannels : p.head[h].rank_v;
+    const int channels = P::kSliced ? kMergedChannels : p.head[h].rank_v;
     if (!P::kAlone) elements = std::max(elements, columns * channels);
     if (!P::kPlain) widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
@@ -132,7 +132,7 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes, int col
     for (int blocks = P::kBlocks; blocks >= 1; --blocks) {
       // A tile of a wide call may leave no room for a second warp.
       const auto fewer = [](int warps) {
-        return P::kPlain || (P::kWide && warps == 2) ? warps - 1 : warps - 2;
+        return P::kSliced || (P::kWide && warps == 2) ? warps - 1 : warps - 2;
       };
       for (int warps = most_warps; warps >= 1 && (P::kHides || warps * 128 >= elements);
            warps = fewer(warps)) {

@@ -99,85 +99,6 @@ __device__ __forceinline__ void add_rows(SoftmaxState<kSteps>& state, uint32_t v
   }
 }
 
-// Puts kMergedChannels of one warp's sums, from channel 16 `first` on, where the block's other warps find
-// them: [group][kMergedChannels]. `first` is a constant once its loop is unrolled.
-template <int kSteps>
-__device__ __forceinline__ void put_channels(const SoftmaxState<kSteps>& state, int first,
-                                             int group, float* to) {
-  const int lane = threadIdx.x % 32, query = lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (query + i >= group) continue;
-    float* row = to + (query + i) * kMergedChannels + lane / 4;
-#pragma unroll
-    for (int j = 0; j < kMergedChannels / 16; ++j)
-      row[16 * j] = state.o[first + j][i], row[16 * j + 8] = state.o[first + j][i + 2];
-  }
-}
-
-// Merges what the warps have put there, the channels from `first` on. The whole crew.
-template <class E, class P, int kParts, int kColumns>
-__device__ __noinline__ void merge_channels(const P& p, int sequence, int head, int group,
-                                            bool whole, bool from_start, int first,
-                                            const float* buffer,
-                                            const Block<kParts, kColumns>& block, Crew crew) {
-  const int warps = crew.threads / 32, rank_v = p.head[head].rank_v,
-            elements = group * kMergedChannels;
-  auto* partial = partial_of(p, blockIdx.x, from_start);
-#pragma unroll 1
-  for (int e = crew.thread; e < elements; e += crew.threads) {
-    const int query = e / kMergedChannels, channel = first + e % kMergedChannels;
-    if (channel >= rank_v) continue;
-    float m = -INFINITY, l = 0.f, o = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) m = fmaxf(m, block.m_l[w][query].x);
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-      const float weight = weight_below<true>(block.m_l[w][query].x, m);
-      l += weight * block.m_l[w][query].y;
-      o += weight * buffer[w * elements + e];
-    }
-    if (whole) {
-      l += sink_of(p, head, query, m);
-      write_out<E>(p, head, sequence, query * rank_v + channel, o / l);
-    } else {
-      store_relaxed(partial->o + query * rank_v + channel, nonzero(o));
-      if (channel == 0) store_relaxed(partial->m_l + query, float2{nonzero(m), nonzero(l)});
-    }
-  }
-}
-
-// finish (finish.cuh) with a merge buffer of kMergedChannels. The whole crew.
-template <class E, class P, int kSteps, int kParts, int kColumns>
-__device__ __forceinline__ void finish_wide(const P& p, SoftmaxState<kSteps>& state, float* buffer,
-                                            Block<kParts, kColumns>& block, Crew crew) {
-  constexpr int kEach = kMergedChannels / 16;
-  const Span<kParts>& span = block.walk.span;
-  const int sequence = span.sequence, head = span.head, lane = crew.thread % 32,
-            warp = crew.thread / 32, group = columns_in(p, span.pair, head),
-            rank_v = p.head[head].rank_v;
-  const bool from_start = span.first == 0, whole = from_start && span.last == span.total;
-  state.complete();
-  if (lane < 4) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) block.m_l[warp][lane * 2 + i] = {state.m[i], state.l[i]};
-  }
-#pragma unroll
-  for (int first = 0; first < kSteps; first += kEach) {
-    if (16 * first >= rank_v) break;
-    put_channels(state, first, group, buffer + warp * group * kMergedChannels);
-    crew.meet();
-    if (first == 0 && crew.thread == crew.threads - 1) {
-      if (!from_start && span.last == span.total)
-        block.ending = {true, sequence, head,
-                        int(unsigned(block.begin_start) / unsigned(block.share))};
-      block.walk.next(p);
-    }
-    merge_channels<E>(p, sequence, head, group, whole, from_start, 16 * first, buffer, block, crew);
-    crew.meet();
-  }
-}
-
 // P: BundledPlain256 or BundledPlainWidest.
 template <class E, class P>
 __global__ void __launch_bounds__(general_warps<P>() * 32, P::kBlocks)
@@ -225,7 +146,7 @@ __global__ void __launch_bounds__(general_warps<P>() * 32, P::kBlocks)
     if (unit >= last) {  // the next run
       if (++part == kParts) {
         producer.park(turn);
-        finish_wide<E>(p, state, buffer, block, crew);
+        finish_sliced<E>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
         producer.take_up();

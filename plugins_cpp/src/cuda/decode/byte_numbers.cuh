@@ -1,7 +1,7 @@
 // Codes of 8 bits as halves in registers, two at a time, and what a token's metadata make of them
 // (attend_bytes.cuh):
 //
-//   affine   K: 1024 + c, V: c - 128     x = scale c + minimum
+//   affine   1024 + c; of V products take 1152 off again, and count c - 128     x = scale c + minimum
 //   float8   the float itself            x = scale e4m3(c)
 //
 // Codes of K are the bytes of a word, four channels of a token. A word of V is of two tokens, and has
@@ -48,6 +48,7 @@ struct ByteNumbers;
 template <>
 struct ByteNumbers<Coding::kAffine> {
   static constexpr float kUnit = 1.f, kOfKeys = 1024.f, kOfValues = 128.f;
+  static constexpr uint32_t kLessOfValues = 0xe480e480;  // -1152, twice
   static constexpr int kMetaBytes = 2 * metadata_halves(Coding::kAffine);
   // Codes 2 pair and 2 pair + 1.
   __device__ static uint32_t key(uint32_t x, int pair) {
@@ -55,7 +56,7 @@ struct ByteNumbers<Coding::kAffine> {
   }
   // Channel `channel` of both tokens.
   __device__ static uint32_t value(uint32_t x, int channel) {
-    return sub_halves(picked_bytes(x, 0x64646464, channel ? 0x4341 : 0x4240), 0x64806480);
+    return picked_bytes(x, 0x64646464, channel ? 0x4341 : 0x4240);
   }
   __device__ static ByteGrid grid(uint32_t meta, int row) {
     const uint32_t pair = load_word(meta + row * kMetaBytes);
@@ -67,6 +68,7 @@ template <>
 struct ByteNumbers<Coding::kFloat8> {
   static constexpr int kMetaBytes = 2 * metadata_halves(Coding::kFloat8);
   static constexpr float kOfKeys = 0.f, kOfValues = 0.f;
+  static constexpr uint32_t kLessOfValues = 0;
 #if __CUDA_ARCH__ >= 890
   static constexpr float kUnit = 1.f;
   __device__ static uint32_t widened(uint32_t x, int pair) {

@@ -32,8 +32,8 @@ __host__ __device__ constexpr int most_warps(int bits, int fill) {
 }
 // And of attend_general, which needs more registers than 8 warps would leave it.
 constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
-// And of attend_bytes: more rings would have no room for three halves of a tile.
-constexpr int kByteWarps = kMaxWarps / 2;
+// And of attend_bytes: more rings would have no room for both halves of a tile.
+constexpr int kByteWarps = kMaxWarps * 3 / 4;
 // And of calls with bundles, whose items have up to twice as many columns.
 constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
@@ -142,6 +142,8 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   // Whether parts of 8 bits are rows of bytes (attend_bytes.cuh), and then bytes of a token's metadata.
   static constexpr bool kByteRows = false, kKeyPages = false;
   static constexpr int kMetaBytes = 0;
+  // Whether warps merge kMergedChannels at a time.
+  static constexpr bool kSliced = false;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   // The widest ranks, and blocks of a multiprocessor.
   static constexpr bool kWide = false, kPlain = false, kTeam = false;
@@ -183,6 +185,7 @@ struct AloneParams : Params<2> {
 template <Coding kCoding_, bool kKeyPages_ = false>
 struct ByteParams : Params<2> {
   static constexpr bool kByteRows = true, kHides = true;  // a block may have few threads
+  static constexpr bool kSliced = true;
   static constexpr bool kKeyPages = kKeyPages_;
   static constexpr Coding kCoding = kCoding_;
   static constexpr int kMetaBytes = 2 * metadata_halves(kCoding);
@@ -231,7 +234,7 @@ using Widest = WideParams<kMaxRank, kMaxRankV, 1>;
 // The same where all parts have 16 bits (attend_wide.cuh).
 template <int kRank_, int kRankV_, int kBlocks_>
 struct PlainParams : ScoredParams {
-  static constexpr bool kWide = true, kPlain = true;
+  static constexpr bool kWide = true, kPlain = true, kSliced = true;
   static constexpr int kRank = kRank_, kRankV = kRankV_, kBlocks = kBlocks_;
 };
 // Ranks of both up to 256, and all.

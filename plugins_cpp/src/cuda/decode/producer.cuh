@@ -73,6 +73,34 @@ struct Copies {
   }
 };
 
+// Copies 64 rows of `rank` bytes, four times 512 bytes at a time. The swizzle's pattern repeats after one
+// or two of these, but at ranks of 96 after three.
+__device__ inline void copy_bytes(uint32_t to, const char* from, uint32_t bits, int rank) {
+  const int shift = rank == 96 ? 4 : 0;
+  bits = bits << 4 | bits >> 28;
+#pragma unroll 1
+  for (int left = rank; left > 0; left -= 32, to += 2048, from += 2048, bits >>= shift) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t turn = (i ? bits >> 4 * i : bits) & 0x70;
+      copy16((to ^ turn) + 512 * i, from + 512 * i, true);
+    }
+  }
+}
+
+// The same of the first `rows` rows; the rest become zeros.
+static __device__ __noinline__ void copy_some_bytes(uint32_t to, const char* from, uint32_t bits,
+                                                    int rank, int rows) {
+  const int shift = rank == 96 ? 4 : 0;
+  int valid = rows * (rank / 16) - int(threadIdx.x % 32);
+#pragma unroll 1
+  for (int left = rank / 8, i = 0; left > 0; --left, to += 512, from += 512, valid -= 32) {
+    const uint32_t turn = (i ? bits >> (4 * i - 4) : bits << 4) & 0x70;
+    copy16(to ^ turn, from, valid > 0);
+    if (++i == 4) i = 0, bits >>= shift;
+  }
+}
+
 // Copies the first `rows` tokens of a 16-bit tile, K from k on and V from v on, and zeros for the
 // rest. Whole warp.
 __device__ inline void copy_tile(const Copies& copies, uint32_t to, const char* k, const char* v,
@@ -567,15 +595,11 @@ struct Producer : Feed {
     const int first =
         (unit - page_of(runs.now_head, runs.now_part, unit) * part.units_per_page) * kChunkTokens;
     const char* from = page + (second_half ? lane.v - lane.k : 0) + first * rank + own;
-    // A pattern of the swizzle: 16 tokens, and by channel each copy of 512 bytes.
-    const int count = second_half ? copies.v : by_channel ? kMostCopies : copies.k;
-    const uint32_t bits = second_half ? copies.bits_v : copies.bits_k;
     const int rows = runs.now_length - unit * kChunkTokens;
-    int valid = by_channel || rows >= kChunkTokens ? 64 * kChunkTokens : rows * (rank / 16);
-#pragma unroll 1
-    for (int left = rank / 8, at = 0; left > 0;
-         left -= count, at += 512 * count, valid -= 32 * count)
-      copy_part<false>(to + at + own, from + at, bits, min(count, left), valid);
+    if (by_channel || rows >= kChunkTokens)
+      copy_bytes(to + own, from, second_half ? copies.bits_v : copies.bits_k, rank);
+    else
+      copy_some_bytes(to + own, from, second_half ? copies.bits_v : copies.bits_k, rank, rows);
     const int bytes = by_channel ? rank * kPairBytes : kChunkTokens * P::kMetaBytes;
     if (own < bytes)
       copy16(to + rank * kChunkTokens + own,
