@@ -3,6 +3,7 @@ gpt-oss-20b.
 
     python -m benchmarks.experts_cuda [--shapes qwen3-30b-a3b ...] [--weights int4]
     python -m benchmarks.experts_cuda --models [--layers 12]
+    python -m benchmarks.experts_cuda --engine out/moe-engine --shapes qwen3-30b-a3b
     python -m benchmarks.experts_cuda --sweep
 
 A layer's experts, in CUDA graphs of several layers, so that no weights are left in the L2
@@ -14,13 +15,17 @@ passes.
 ``--models``: whole models beside dense ones of the active size, run by an LLM. ``step``: a
 token of 16 sequences, as a replayed graph and by the clock; ``bytes``: all weights that it
 reads. ``prompt``: to its first token. Models have no windows, sinks and biases of q, k and
-v. ``--sweep``: microseconds of a product by its tuning. Prints rows as JSON, then a table.
+v. ``--engine``: the same of an engine's folder, such as one of a checkpoint by
+benchmarks.random_checkpoint. Its prompts are those of ``serve_burst --loads 16x64+256``,
+and experts are counted as all tokens chose. ``--sweep``: microseconds of a product by its
+tuning. Prints rows as JSON, then a table.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +33,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.random_checkpoint import write_tokenizer
+from benchmarks.serve_burst import HIGHEST_ID, LOWEST_ID
 from benchmarks.support.commands import parser_of
 from benchmarks.support.gpu import repeated, seconds_a_call
 from kvlathe.base.console import print_table
@@ -49,7 +56,7 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import cuda_library
-from kvlathe.runtime.sessions.torch_cuda.compute import session_of
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, session_of
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
@@ -59,6 +66,7 @@ from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
     Tile,
     Tuning,
 )
+from kvlathe.runtime.sessions.torch_cuda.model.routed_pairs import RoutedPairs
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -245,22 +253,16 @@ class Swept:
         weights = [GroupedWeights.of(experts_of(shape)) for _ in range(COPIES)]
         self.layers = [GroupedExperts(one, routing, "silu") for one in weights]
         self.x = torch.randn(SWEPT[tile.rows], shape.hidden, device="cuda").half()
-        self.chosen = [layer.chosen(self.x) for layer in self.layers]
-        self.groups = [
-            layer.grouped(experts, tile.rows)
-            for layer, (_, experts) in zip(self.layers, self.chosen, strict=True)
-        ]
+        self.pairs = [layer.pairs.routed(self.x, tile.rows) for layer in self.layers]
         self.between = self.first(tile.inner, 0)
 
     def first(self, tuning: Tuning, call: int) -> Tensor:
         at, form = call % COPIES, replace(self.tile, inner=tuning)
-        shares = self.chosen[at][0]
-        return self.layers[at]._inner(self.x, shares, *self.groups[at], form)
+        return self.layers[at]._inner(self.x, *self.pairs[at], form)
 
     def second(self, tuning: Tuning, call: int) -> Tensor:
         at, form = call % COPIES, replace(self.tile, outer=tuning)
-        shares = self.chosen[at][0]
-        return self.layers[at]._outer(self.between, shares, *self.groups[at], form)
+        return self.layers[at]._outer(self.between, *self.pairs[at], form)
 
 
 @torch.inference_mode()
@@ -330,33 +332,23 @@ def weights_of(shape: Shape) -> dict[str, Tensor]:
     }
 
 
-class Model:
-    """A model of random weights, and what is measured of it."""
+class Timed:
+    """A model of one shape, run by an LLM, and times of its steps."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
-        self.shape, plan = shape, plan_of(shape)
-        scales = (shape.head_dim**-0.5,) * shape.layers
-        routing = shape.routing if shape.experts else None
-        wiring = Wiring(
-            "rms", 1e-6, "silu", False, shape.head_dim, scales, routing=routing
-        )
-        library = cuda_library("the cuda backend")
-        self.decoder = TorchDecoder(wiring, weights_of(shape), NativeRows(library))
-        torch.cuda.empty_cache()
-        longest = max(PROMPTS) + 256
-        limits = Limits(BATCH, CHUNK + BATCH, longest, longest)
-        size = CacheLayout(plan).bytes_for(longest + 512 * BATCH)
-        self.session: TorchSession = session_of(
-            TorchDevice(), library, self.decoder, plan, limits, size
-        )
-        self.llm = LLM(self.session, plan, limits, Tokenizer(folder), size)
+    def __init__(self, shape: Shape, llm: LLM) -> None:
+        self.shape, self.llm = shape, llm
+        self.session = cast(TorchSession, llm.session)
+        self.decoder = cast(TorchCompute, self.session.compute).decoder
 
     def seconds(self, batch: int, tokens: int, new: int) -> float:
-        draw = torch.Generator().manual_seed(batch + tokens)
-        ids = torch.randint(0, self.shape.vocab, (batch, tokens), generator=draw)
+        draw = random.Random(2)  # as serve_burst draws those of its first load
+        ids = [
+            [draw.randint(LOWEST_ID, HIGHEST_ID) for _ in range(tokens)]
+            for _ in range(batch)
+        ]
         params = SamplingParams(max_new_tokens=new, ignore_eos=True)
         start = time.perf_counter()
-        self.llm.generate(ids.tolist(), params)
+        self.llm.generate(ids, params)
         return time.perf_counter() - start
 
     def step(self) -> tuple[float, float]:
@@ -382,45 +374,65 @@ class Model:
         head = 2 * shape.hidden * shape.vocab
         return shape.layers * attention + mlps + head
 
-    def _read(self) -> list[int]:
-        """Experts that a step of all sequences reads, by layer: counted in graphs that
-        are captured anew."""
-        counts = torch.zeros(self.shape.layers, dtype=torch.int64, device="cuda")
+    def _read(self) -> list[float]:
+        """Experts that a step of all sequences reads, by layer, on average: counted in
+        graphs that are captured anew."""
+        counts = torch.zeros(self.shape.layers, 2, dtype=torch.int64, device="cuda")
         for layer, count in zip(self.decoder.layers, counts, strict=True):
             experts = layer.experts
             assert isinstance(experts, GroupedExperts)
-            setattr(experts, "chosen", _counted(experts, count))  # noqa: B010
-        self.session._graphs.clear()
+            setattr(experts.pairs, "routed", _counted(experts.pairs, count))  # noqa: B010
+        self.session.forget_graphs()
         self.seconds(BATCH, 64, 8)
-        return counts.tolist()
+        counts.zero_()
+        self.seconds(BATCH, 64, 256)
+        return (counts[:, 0] / counts[:, 1]).tolist()
 
 
 def _counted(
-    experts: GroupedExperts, count: Tensor
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """``experts.chosen``, which also writes how many experts ``count`` [] are chosen."""
-    chosen = experts.chosen
+    pairs: RoutedPairs, count: Tensor
+) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+    """``pairs.routed``, which also adds to ``count`` [2] how many experts own a tile, and 1,
+    in steps of all sequences."""
+    routed = pairs.routed
 
-    def counting(x: Tensor) -> tuple[Tensor, Tensor]:
-        shares, places = chosen(x)
-        every = torch.zeros(experts.count, dtype=torch.int64, device=x.device)
-        every.scatter_(0, places.flatten().long(), 1)
-        count.copy_(every.sum())
-        return shares, places
+    def counting(x: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+        shares, rows, owners = routed(x, tile)
+        if len(x) == BATCH:
+            every = torch.zeros(pairs.count + 1, dtype=torch.int64, device=x.device)
+            every.scatter_(0, owners.long() + 1, 1)  # -1 owns those that none has
+            count[0].add_(every[1:].sum())
+            count[1].add_(1)
+        return shares, rows, owners
 
     return counting
 
 
-def model_row(name: str, shape: Shape, folder: Path, rate: float) -> list[str | float]:
-    model = Model(shape, folder)
+def random_model(shape: Shape, folder: Path) -> Timed:
+    """A model of random weights. ``folder``: of a tokenizer."""
+    plan, scales = plan_of(shape), (shape.head_dim**-0.5,) * shape.layers
+    routing = shape.routing if shape.experts else None
+    wiring = Wiring("rms", 1e-6, "silu", False, shape.head_dim, scales, routing=routing)
+    library = cuda_library("the cuda backend")
+    decoder = TorchDecoder(wiring, weights_of(shape), NativeRows(library))
+    torch.cuda.empty_cache()
+    longest = max(PROMPTS) + 256
+    limits = Limits(BATCH, CHUNK + BATCH, longest, longest)
+    size = CacheLayout(plan).bytes_for(longest + 512 * BATCH)
+    session = session_of(TorchDevice(), library, decoder, plan, limits, size)
+    return Timed(shape, LLM(session, plan, limits, Tokenizer(folder), size))
+
+
+def model_row(name: str, model: Timed, kind: str, rate: float) -> list[str | float]:
     graph, clock = model.step()
-    prompts = [model.prompt(tokens) for tokens in PROMPTS]
+    able = [n for n in PROMPTS if n < model.llm.limits.max_seq_len]
+    prompts = [model.prompt(tokens) for tokens in able]
+    prompts += [float("nan")] * (len(PROMPTS) - len(prompts))
     read = model.step_bytes()
     model.llm.close()
     bound = read / rate * 1e3
-    kind = "experts" if shape.experts else "dense"
     numbers = (read / 1e9, bound, graph, graph / bound, clock, *prompts)
-    return [name, kind, shape.layers, *(round(number, 2) for number in numbers)]
+    return [name, kind, model.shape.layers, *(round(number, 2) for number in numbers)]
 
 
 def model_rows(
@@ -433,9 +445,16 @@ def model_rows(
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(TOKENIZER, Path(folder), shape.vocab)
             for one in (shape, shape.dense):
-                yield model_row(name, one, Path(folder), rate)
+                kind = "experts" if one.experts else "dense"
+                yield model_row(name, random_model(one, Path(folder)), kind, rate)
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+def engine_row(name: str, folder: Path, rate: float) -> list[str | float]:
+    llm = LLM.load(folder, cache_bytes=8 << 30, verify=False)
+    shape = replace(SHAPES[name], layers=llm.plan.model.layers)
+    return model_row(name, Timed(shape, llm), "engine", rate)
 
 
 # -- tables ----------------------------------------------------------------------------
@@ -462,6 +481,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=BITS, default="float16")
     parser.add_argument("--models", action="store_true")
     parser.add_argument("--layers", type=int, help="of models; default: all of them")
+    parser.add_argument("--engine", type=Path, help="of the one shape that is given")
     parser.add_argument("--sweep", action="store_true")
     asked = parser.parse_args()
     rate = read_rate()
@@ -474,6 +494,9 @@ def main() -> None:
     )
     if asked.models:
         columns, found = MODEL, [model_rows(asked.shapes, asked.layers, rate)]
+    elif asked.engine:
+        (name,) = asked.shapes
+        columns, found = MODEL, [[engine_row(name, asked.engine, rate)]]
     elif asked.sweep:
         columns, found = SWEPT_COLUMNS, map(sweep_rows, asked.shapes)
     rows: list[list[str | float]] = []

@@ -1,6 +1,7 @@
 """Writes a checkpoint of random weights in the shape of Llama-3.1-8B or 70B, of
-Qwen3-30B-A3B, or of a dense model as wide as what a token reads of that: for time and
-memory, which do not depend on what a model has learnt.
+Qwen3-30B-A3B, of gpt-oss-20b in 16 bits, or of a dense model as wide as what a token reads
+of the one (dense-a3b) or the other (dense-oss): for time and memory, which do not depend on
+what a model has learnt.
 
   python3 -m benchmarks.random_checkpoint out/8b --tokenizer models/lathe-5m
   python3 -m benchmarks.random_checkpoint out/70b --shape 70b --layers 10
@@ -56,6 +57,17 @@ QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
+OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "rope_theta": 150000.0,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {},
     "70b": {
@@ -76,8 +88,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
     "dense-a3b": QWEN3,
+    "gpt-oss-20b": OSS
+    | {
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+    },
+    "dense-oss": OSS
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": 4 * 2880,
+    },
 }
 """Fields that differ from ``CONFIG``."""
+STACKED = "num_local_experts"
+"""The field of models whose experts are stacks with biases, beside which there are sinks."""
 LAYERS_A_SHARD = 2
 """Few, so that ``AT_ONCE`` files of the 70B shape fit the host."""
 AT_ONCE = 8
@@ -102,6 +129,8 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if config["model_type"].startswith("qwen3"):
         shapes |= {f"self_attn.{lane}_norm.weight": (head,) for lane in "qk"}
+    if STACKED in config:
+        return shapes | stacked_shapes(config)
     mlps = {"mlp": config["intermediate_size"]}
     if experts := config.get("num_experts", 0):
         shapes["mlp.gate.weight"] = experts, width
@@ -116,9 +145,32 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def drawn(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+def stacked_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a layer of gpt-oss beside weights of attention and norms."""
+    count, width, inner = (
+        config[key] for key in (STACKED, "hidden_size", "intermediate_size")
+    )
+    queries, keys = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    heads = {"q": queries, "k": keys, "v": keys}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{lane}_proj.bias": (many * config["head_dim"],)
+        for lane, many in heads.items()
+    }
+    return shapes | {
+        "self_attn.o_proj.bias": (width,),
+        "self_attn.sinks": (queries,),
+        "mlp.router.weight": (count, width),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, width, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+        "mlp.experts.down_proj": (count, inner, width),
+        "mlp.experts.down_proj_bias": (count, width),
+    }
+
+
+def drawn(name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     """A norm's weights are 1, all others are normal."""
-    if len(shape) == 1:
+    if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.bfloat16)
     values = torch.empty(shape, dtype=torch.bfloat16, device=random.device)
     return values.normal_(0, SPREAD, generator=random).cpu()
@@ -129,7 +181,7 @@ def write_shard(path: Path, shard: dict[str, tuple[int, ...]], number: int) -> N
     gpus = torch.cuda.device_count()
     device = f"cuda:{number % gpus}" if gpus else "cpu"
     random = torch.Generator(device).manual_seed(number)
-    save_file({key: drawn(shape, random) for key, shape in shard.items()}, path)
+    save_file({key: drawn(key, shape, random) for key, shape in shard.items()}, path)
 
 
 def write(folder: Path, config: dict[str, Any]) -> None:

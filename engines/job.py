@@ -307,9 +307,6 @@ def _check_weights(config: BuildConfig, checkpoint: Checkpoint) -> None:
     if spec.family.experts is not None and config.backend != "cuda":
         reason = "this model has experts, whose codes the cuda backend alone takes"
         raise KvlatheError(fact, reason, "leave out --weights")
-    if spec.family.experts is not None and spec.family.experts.latent:
-        reason = "this model's experts read a latent, and all of them compute"
-        raise KvlatheError(fact, reason, "leave out --weights")
     if config.tensor_parallel_size > 1:
         reason = "codes are not cut for several GPUs"
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")

@@ -486,3 +486,7 @@ class DecoderLayer(nn.Module):
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
         assert self.down is not None
         return x + self.down(inner)
+
+    def add_experts(self, x: Tensor, read: Tensor) -> Tensor:
+        assert self.experts is not None
+        return x + self.experts(read)

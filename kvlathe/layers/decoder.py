@@ -118,6 +118,10 @@ class Layer(Protocol):
         """x + inner W_down + b_down; may write into x."""
         ...
 
+    def add_experts(self, x: Tensor, read: Tensor) -> Tensor:
+        """x + what ``experts`` give of ``read`` [T, D]."""
+        ...
+
 
 def run_layer(
     layer: Layer,
@@ -198,6 +202,8 @@ def _plus_mlp(layer: Layer, own: OwnParts, x: Tensor, mlp_input: Tensor) -> Tens
     if layer.experts is None and layer.mlp_out_norm is None:
         return layer.add_down(x, _mlp_inner(layer, mlp_input))
     dense = layer.experts is None or own.experts is not None
+    if not dense and layer.down is None and layer.mlp_out_norm is None:
+        return layer.add_experts(x, mlp_input)
     out = (_mlp if dense else _mixture)(layer, mlp_input)
     if own.dense_norm is not None and own.experts is not None:
         out = own.dense_norm(out) + own.experts(x)

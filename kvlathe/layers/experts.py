@@ -17,7 +17,7 @@ from kvlathe.layers.rows import ACTIVATIONS
 
 
 class Router(Protocol):
-    """The weights that choose experts, as ExpertWeights names them."""
+    """The weights around experts, as ExpertWeights names them."""
 
     @property
     def router(self) -> Tensor: ...
@@ -25,6 +25,10 @@ class Router(Protocol):
     def router_bias(self) -> Tensor | None: ...
     @property
     def correction(self) -> Tensor | None: ...
+    @property
+    def into(self) -> Tensor | None: ...
+    @property
+    def back(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,12 @@ def run_experts(
     return given_by_experts(out, weights)
 
 
-def read_by_experts(x: Tensor, weights: ExpertWeights) -> Tensor:
+def read_by_experts(x: Tensor, weights: Router) -> Tensor:
     """x [T, D] -> [T, D], or [T, L] where experts read a latent."""
     return x if weights.into is None else x @ weights.into
 
 
-def given_by_experts(out: Tensor, weights: ExpertWeights) -> Tensor:
+def given_by_experts(out: Tensor, weights: Router) -> Tensor:
     """The sum of what experts gave, as ``read_by_experts`` -> [T, D]."""
     return out if weights.back is None else out @ weights.back
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import planning
-from kvlathe.engines.build import build
 from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
 from kvlathe.engines.planning import open_checkpoint, plan_for
@@ -53,17 +51,6 @@ def test_options_beyond_the_model_are_refused_before_calibration(
     asked = request(folder, "uncomp:removed=2")
     with pytest.raises(KvlatheError, match="a layer has 2 KV heads"):
         plan_for(accept(asked), open_checkpoint(folder))
-
-
-@pytest.mark.parametrize("weights", ["int4", "fp8"])
-def test_codes_of_experts_that_read_a_latent_are_refused(
-    weights: str, reference: Reference
-) -> None:
-    """Kernels of chosen experts read hidden states, and only they read codes."""
-    folder, _ = reference("nemotron_h-latent")
-    config = replace(request(folder), backend="cuda", weights=weights)
-    with pytest.raises(KvlatheError, match="experts read a latent"):
-        build(config)
 
 
 def test_a_tokenizer_that_no_engine_could_load_is_refused_at_once(

@@ -21,6 +21,7 @@ from kvlathe.layers.coded_weight import CodedWeight
 from kvlathe.layers.experts import (
     PARTS,
     ExpertWeights,
+    Router,
     choose_experts,
     router_logits,
     run_expert,
@@ -41,9 +42,9 @@ from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
 from kvlathe.runtime.sessions.torch_cuda.model.weights import read_decoder
 from tests.native.library import Library
 
-HIDDEN, INNER = 72, 64
+HIDDEN, INNER, LATENT = 72, 64, 40
 """With what fills up pairs of groups, both are more than they are."""
-GATED, BIASED, CORRECTED = "gate", "bias", "correction"
+GATED, BIASED, CORRECTED, NARROW = "gate", "bias", "correction", "latent"
 KINDS: dict[str, tuple[str, Routing, int, set[str]]] = {
     "softmax": ("silu", Routing(3, True), 9, {GATED}),
     "shares as they are": ("gelu", Routing(2, False), 5, {GATED}),
@@ -68,6 +69,12 @@ KINDS: dict[str, tuple[str, Routing, int, set[str]]] = {
         Routing(2, False, scores="sigmoid", groups=4, kept_groups=2),
         8,
         {GATED, CORRECTED},
+    ),
+    "of a latent": (
+        "relu2",
+        Routing(3, True, scores="sigmoid"),
+        9,
+        {CORRECTED, NARROW},
     ),
     "one after the other": ("silu", Routing(2, False, jitter=0.1), 6, {GATED}),
 }
@@ -96,13 +103,16 @@ def tensors_of(kind: str, device: str, seed: int = 0) -> dict[str, Tensor]:
         numbers = torch.randn(shape, generator=draw)
         return (numbers * HIDDEN**-0.5).half().to(device)
 
+    reads = LATENT if NARROW in parts else HIDDEN
     found = {
         "router": drawn(HIDDEN, count) * 4,
-        "up": drawn(count, HIDDEN, INNER),
-        "down": drawn(count, INNER, HIDDEN),
+        "up": drawn(count, reads, INNER),
+        "down": drawn(count, INNER, reads),
     }
     if GATED in parts:
-        found["gate"] = drawn(count, HIDDEN, INNER)
+        found["gate"] = drawn(count, reads, INNER)
+    if NARROW in parts:
+        found |= {"into": drawn(HIDDEN, reads), "back": drawn(reads, HIDDEN) * 2}
     if CORRECTED in parts:
         found["correction"] = torch.rand(count, generator=draw).to(device)
     if BIASED in parts:
@@ -123,7 +133,7 @@ def rows_of(tokens: int, device: str, seed: int = 1) -> Tensor:
     return torch.randn(tokens, HIDDEN, generator=draw).half().to(device)
 
 
-def without_ties(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
+def without_ties(x: Tensor, weights: Router, kind: str) -> Tensor:
     """The rows whose logits all differ: of equal ones, any may be chosen."""
     logits = router_logits(x, weights, KINDS[kind][1]).sort(-1).values
     return x[(logits.diff(dim=-1) > 0).all(-1)]
@@ -133,6 +143,7 @@ def expected(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
     """[T, D] in float64, pair by pair, of the experts that halves choose."""
     activation, routing, _, _ = KINDS[kind]
     shares, experts = choose_experts(x, weights, routing)
+    x = x.double() if weights.into is None else x.double() @ weights.into.double()
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (each, places) in enumerate(zip(shares, experts, strict=True)):
         for share, place in zip(each.tolist(), places.tolist(), strict=True):
@@ -142,11 +153,11 @@ def expected(x: Tensor, weights: ExpertWeights, kind: str) -> Tensor:
                 if (part := getattr(weights, name)) is not None
             }
             one = ExpertWeights(router=weights.router, **parts)
-            row = x[token : token + 1].double()
+            row = x[token : token + 1]
             read, given = (share, 1.0) if routing.before else (1.0, share)
             (own,) = run_expert(read * row, one, routing, activation)
             out[token] += given * own.cpu()
-    return out
+    return out if weights.back is None else out @ weights.back.double().cpu()
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows} rows")
@@ -195,7 +206,7 @@ def codes_of(shape: torch.Size, group: int, zeros: bool, seed: int) -> CodedWeig
     ("group", "zeros"), [(0, False), (32, True), (64, False), (128, True)]
 )
 @pytest.mark.parametrize(
-    "kind", ["softmax", "a plain MLP", "bounded", "weighed before"]
+    "kind", ["softmax", "a plain MLP", "bounded", "weighed before", "of a latent"]
 )
 def test_codes_of_experts_are_the_numbers_that_they_stand_for(
     kind: str, group: int, zeros: bool, tile: Tile, device: str
@@ -228,7 +239,9 @@ def one_of(codes: CodedWeight, expert: int) -> CodedWeight:
     return CodedWeight(codes.codes[expert], codes.scales[expert], zeros, codes.bits)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "gpt_oss", "glm4_moe", "nemotron_h-latent"]
+)
 def test_an_engine_of_codes_is_its_decoder_with_their_numbers(
     name: str,
     reference: Callable[[str], tuple[Path, torch.nn.Module]],
@@ -283,7 +296,7 @@ def test_each_pair_has_one_row_in_a_tile_of_its_expert(
         # Some experts are asked for more often than others.
         experts = torch.randint(0, count, size, generator=draw)
         experts = torch.minimum(experts, torch.randint(0, count, size, generator=draw))
-        places, owners = grouped.grouped(experts.int().to(device), rows)
+        places, owners = grouped.pairs.grouped(experts.int().to(device), rows)
         pairs = places.cpu().unflatten(0, (-1, rows)) - 1
         told = sorted(pairs[pairs >= 0].tolist())
         assert told == list(range(experts.numel()))
@@ -291,6 +304,34 @@ def test_each_pair_has_one_row_in_a_tile_of_its_expert(
         for own, owner in zip(pairs, owners.tolist(), strict=True):
             chose = asked[own[own >= 0]]
             assert (chose == owner).all() and (len(chose) > 0) == (owner >= 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens_are_routed_by_one_kernel_as_many_are(
+    kind: str, device: str
+) -> None:
+    """Some tokens alike, so that experts own several tiles, and each number of them."""
+    grouped = grouped_of(tensors_of(kind, device), kind)
+    pairs, chosen = grouped.pairs, KINDS[kind][1].chosen
+    x = rows_of(max(pairs.few, 1), device)
+    x = without_ties(torch.cat([x[:1].expand(30, -1), x]), grouped.weights, kind)
+    for tokens in (1, 2, pairs.few - 1, pairs.few):
+        some = x[: max(tokens, 1)]
+        shares, rows, owners = pairs.routed(some, 16)
+        weights, experts = pairs.chosen(some)
+        assert torch.allclose(shares, weights, rtol=1e-6, atol=1e-7)
+        told = rows.cpu().unflatten(0, (-1, 16)) - 1
+        assert sorted(told[told >= 0].tolist()) == list(range(len(some) * chosen))
+        for own, owner in zip(told, owners.tolist(), strict=True):
+            asked = experts.flatten().cpu()[own[own >= 0]]
+            assert (asked == owner).all() and (len(asked) > 0) == (owner >= 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 150])
+def test_a_residual_is_added_as_after_the_experts(tokens: int, device: str) -> None:
+    grouped = grouped_of(tensors_of("softmax", device), "softmax")
+    x, residual = rows_of(tokens, device), rows_of(tokens, device, 2)
+    assert torch.equal(grouped(x, residual), residual + grouped(x))
 
 
 def test_rows_of_no_numbers_leave_others_as_they_are(device: str) -> None:

@@ -37,7 +37,10 @@ from kvlathe.layers.wiring import LayerWiring, Wiring
 from kvlathe.runtime.sessions.adapters import LoadedAdapter
 from kvlathe.runtime.sessions.torch_cuda.model.adapters import AdaptedMap, AdapterRows
 from kvlathe.runtime.sessions.torch_cuda.model.coded import Product, coded_product
-from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import experts_map
+from kvlathe.runtime.sessions.torch_cuda.model.grouped_experts import (
+    GroupedExperts,
+    experts_map,
+)
 from kvlathe.runtime.sessions.torch_cuda.model.latent import LatentMaps
 from kvlathe.runtime.sessions.torch_cuda.model.linear import (
     LayerMap,
@@ -418,6 +421,12 @@ class _Layer:
         if self.parallel:  # x is this shard's part of what o gave: one sum for both
             return self.group.sum(self.down.add_to(x, inner))
         return self.group.sum(self.down.begin(x, inner))
+
+    def add_experts(self, x: Tensor, read: Tensor) -> Tensor:
+        assert self.experts is not None
+        if isinstance(self.experts, GroupedExperts):
+            return self.experts(read, x)
+        return x + self.experts(read)
 
 
 def _out_gates(

@@ -112,6 +112,56 @@ def place_few(experts: Tensor, rows: Tensor, owners: Tensor, pairs: int, E: cons
     tl.store(rows + tile * M + row, tl.zeros([M], tl.int32), mask=is_left)
 
 
+@jit(do_not_specialize=["tokens"])
+def route(logits: Tensor, correction: Tensor, shares: Tensor, rows: Tensor, owners: Tensor,
+          least: float, tokens: int, E: constexpr, WIDE: constexpr, C: constexpr,
+          SLOTS: constexpr, IS_SIGMOID: constexpr, IS_NORMALIZED: constexpr,
+          IS_CORRECTED: constexpr, M: constexpr, ALL: constexpr) -> None:
+    """Does for few tokens what ``choose``, ``rank`` and ``place`` do, a tile a program: each
+    chooses for all of them, and looks for its own. logits [T, E] -> shares [T, C], rows [B,
+    M] and owners [B], which hold anything before. ``ALL``: no less than T."""
+    tile, token, every = tl.program_id(0), tl.arange(0, ALL), tl.arange(0, WIDE)
+    is_token, slots = token < tokens, tl.arange(0, SLOTS)
+    real = is_token[:, None] & (every < E)[None, :]
+    x = tl.load(logits + token[:, None] * E + every[None, :], mask=real, other=float("-inf"))
+    x = tl.where(is_token[:, None], x.to(tl.float32), 0.0)
+    if IS_SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        scores = tl.exp(x - tl.max(x, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    ranked = scores
+    if IS_CORRECTED:
+        ranked = scores + tl.load(correction + every, mask=every < E, other=0.0)[None, :]
+    ranked = tl.where((every < E)[None, :], ranked, float("-inf"))
+    own = tl.zeros([ALL, SLOTS], tl.float32)
+    slot_of = tl.full([ALL, WIDE], -1, tl.int32)
+    for slot in range(C):
+        # Among numbers that are none, any expert: but one that there is.
+        best = tl.minimum(tl.argmax(ranked, 1), E - 1)
+        is_best = every[None, :] == best[:, None]
+        weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        own = tl.where((slots == slot)[None, :], weight[:, None], own)
+        slot_of = tl.where(is_best & is_token[:, None], slot, slot_of)
+        ranked = tl.where(is_best, float("-inf"), ranked)
+    if IS_NORMALIZED:
+        own = own / (tl.sum(own, 1)[:, None] + least)
+    is_slot = is_token[:, None] & (slots < C)[None, :]
+    tl.store(shares + token[:, None] * C + slots[None, :], own, mask=is_slot & (tile == 0))
+    needs = (tl.sum((slot_of >= 0).to(tl.int32), 0) + M - 1) // M
+    owner = tl.sum((tl.cumsum(needs, 0) <= tile).to(tl.int32), 0)
+    tl.store(owners + tile, tl.where(owner < E, owner, -1))
+    first = (tile - tl.sum(tl.where(every < owner, needs, 0), 0)) * M
+    found = tl.max(tl.where((every == owner)[None, :], slot_of, -1), 1)
+    is_own = (found >= 0).to(tl.int32)
+    at = tl.cumsum(is_own, 0) - 1 - first
+    is_here = (is_own > 0) & (at >= 0) & (at < M)
+    tl.store(rows + tile * M + at, token * C + found + 1, mask=is_here)
+    row = tl.arange(0, M)
+    is_left = row >= tl.sum(is_here.to(tl.int32), 0)
+    tl.store(rows + tile * M + row, tl.zeros([M], tl.int32), mask=is_left)
+
+
 @jit
 def activated(x: Tensor, ACTIVATION: constexpr) -> Tensor:
     """As ACTIVATIONS in kvlathe/layers/rows.py."""
@@ -301,12 +351,17 @@ def outer(inputs: Tensor, down: Tensor, scales: Tensor, zeros: Tensor, bias: Ten
 
 
 @jit
-def summed(parts: Tensor, out: Tensor, C: constexpr, D: constexpr, SOME: constexpr) -> None:
-    """parts [T, C, D] -> out [T, D]: SOME columns of a token a program."""
+def summed(parts: Tensor, before: Tensor, out: Tensor, C: constexpr, D: constexpr,
+           SOME: constexpr, IS_ADDED: constexpr) -> None:
+    """parts [T, C, D] -> out [T, D]: SOME columns of a token a program. Where ``IS_ADDED``,
+    ``before`` [T, D] and their sum as a half, as if one kernel had followed another."""
     token, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME + tl.arange(0, SOME)
     total = tl.zeros([SOME], tl.float32)
     for part in range(C):
         at = parts + (token * C + part) * D + n
         total += tl.load(at, mask=n < D, other=0.0).to(tl.float32)
+    if IS_ADDED:
+        own = tl.load(before + token * D + n, mask=n < D, other=0.0)
+        total = total.to(own.dtype).to(tl.float32) + own.to(tl.float32)
     tl.store(out + token * D + n, total, mask=n < D)
 # fmt: on

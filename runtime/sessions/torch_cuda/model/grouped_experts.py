@@ -1,6 +1,5 @@
-"""Experts of which only the chosen ones compute: pairs of a token and an expert, put
-together by expert. Sizes are those of a step, whatever was chosen, and nothing is read
-back, so that steps may be captured.
+"""Experts of which only the chosen ones compute, by products that read no others. Sizes are
+those of a step, whatever was chosen, and nothing is read back, so that steps may be captured.
 
 Sizes: T packed tokens, C experts that each passes, P = T * C pairs, E experts, D hidden
 size, I columns of an expert.
@@ -8,6 +7,7 @@ size, I columns of an expert.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,18 +20,23 @@ from torch import Tensor
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
-from kvlathe.layers.experts import ExpertWeights, router_logits, run_experts
-from kvlathe.layers.routing import LEAST, Routing, choose
+from kvlathe.layers.experts import (
+    ExpertWeights,
+    given_by_experts,
+    read_by_experts,
+    run_experts,
+)
+from kvlathe.layers.routing import Routing
 from kvlathe.layers.rows import ACTIVATIONS
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.runtime.sessions.torch_cuda.model.expert_maps import (
     ExpertMap,
     taken_map,
 )
+from kvlathe.runtime.sessions.torch_cuda.model.routed_pairs import RoutedPairs
 
 KERNELS = "kvlathe.runtime.sessions.torch_cuda.model.expert_kernels"
 HALVES = (torch.float16, torch.bfloat16)
-MANY, FEW = 64, 128
-"""Pairs, or tiles, of a program that puts them in order, and pairs that each looks through."""
 SOME = 256
 """Columns of a program that adds what a token's experts give."""
 
@@ -67,7 +72,7 @@ TILES = (
 
 @dataclass(frozen=True)
 class GroupedWeights:
-    """As ExpertWeights, with maps as kernels read them."""
+    """As ExpertWeights, with maps of experts as kernels read them."""
 
     router: Tensor
     up: ExpertMap
@@ -78,6 +83,8 @@ class GroupedWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     correction: Tensor | None = None
+    into: Tensor | None = None
+    back: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> GroupedWeights:
@@ -97,7 +104,7 @@ def experts_map(
     Raises KvlatheError where their weights are codes, which those kernels alone read."""
     dtype = tensors["router"].dtype
     try:
-        reason = _refusal(dtype, "into" in tensors)
+        reason = "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
         if not reason:
             grouped = GroupedExperts(GroupedWeights.of(tensors), routing, activation)
             grouped.try_out()
@@ -113,13 +120,6 @@ def experts_map(
     tell(reason)
     weights = ExpertWeights(**tensors)
     return partial(run_experts, weights=weights, routing=routing, activation=activation)
-
-
-def _refusal(dtype: torch.dtype, of_latent: bool) -> str:
-    """The reason for which the kernels are not tried; empty where they are."""
-    if of_latent:
-        return "kernels for chosen ones read hidden states, and these read a latent"
-    return "" if dtype in HALVES else f"they compute in {dtype}, not in 16 bits"
 
 
 @cache
@@ -138,33 +138,36 @@ class GroupedExperts:
         self.weights, self.routing = weights, routing
         self.activation = ACTIVATION_NAMES[ACTIVATIONS[activation]]
         self.kernels: ModuleType = import_module(KERNELS)
-        self.hidden, self.count = weights.router.shape
-        self.columns = weights.up.outputs
+        self.count = weights.router.shape[1]
+        self.read, self.columns = weights.down.outputs, weights.up.outputs
+        self.pairs = RoutedPairs(weights, routing, self.kernels)
         self.tiles = TILES
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``residual`` [T, D] is added."""
         mean = len(x) * self.routing.chosen / self.count
         able = (tile for tile in self.tiles if mean <= tile.mean)
-        return self.run(x, next(able, self.tiles[-1]))
+        return self.run(x, next(able, self.tiles[-1]), residual)
 
-    def run(self, x: Tensor, tile: Tile) -> Tensor:
+    def run(self, x: Tensor, tile: Tile, residual: Tensor | None = None) -> Tensor:
         """The same in tiles of one form."""
         if not len(x):
             return x.clone()
-        x = x.contiguous()
-        shares, experts = self.chosen(x)
-        rows, owners = self.grouped(experts, tile.rows)
+        x, own = x.contiguous(), self.weights
+        shares, rows, owners = self.pairs.routed(x, tile.rows)
+        x = read_by_experts(x, own)
         inner = self._inner(x, shares, rows, owners, tile)
-        return self._outer(inner, shares, rows, owners, tile).to(x.dtype)
+        parts = self._outer(inner, shares, rows, owners, tile)
+        if own.back is None and os.environ.get(UNPROVEN) == "1":
+            return self._summed(parts, residual)
+        found = given_by_experts(self._summed(parts, None), own)
+        return found if residual is None else residual + found
 
     def try_out(self) -> None:
         """Compile and run the kernels once, in tiles of every form: ``tiles`` are then those
         that fit this GPU. Raises what keeps all of them from it."""
-        x, fault, fit = (
-            self.weights.router.new_zeros(1, self.hidden),
-            None,
-            list[Tile](),
-        )
+        router = self.weights.router
+        x, fault, fit = router.new_zeros(1, len(router)), None, list[Tile]()
         for tile in TILES:
             try:
                 self.run(x, tile).sum().item()
@@ -175,80 +178,6 @@ class GroupedExperts:
         if fault and not fit:
             raise fault
         self.tiles = tuple(fit)
-
-    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What each pair counts [T, C] float32, and its expert [T, C] int32."""
-        routing, correction = self.routing, self.weights.correction
-        logits = router_logits(x, self.weights, routing)
-        of_groups = routing.kept_groups < routing.groups
-        if routing.jitter or of_groups or routing.by_logits:
-            shares, experts = choose(logits, correction, routing)
-            return shares.contiguous(), experts.to(torch.int32)
-        size = (len(x), routing.chosen)
-        shares = torch.empty(size, dtype=torch.float32, device=x.device)
-        experts = torch.empty(size, dtype=torch.int32, device=x.device)
-        self.kernels.choose[(len(x),)](
-            logits.contiguous(),
-            shares if correction is None else correction,
-            shares,
-            experts,
-            LEAST,
-            self.count,
-            _power(self.count),
-            routing.chosen,
-            _power(routing.chosen),
-            routing.scores == "sigmoid",
-            routing.normalized,
-            correction is not None,
-            num_warps=1,
-        )
-        return shares, experts
-
-    def grouped(self, experts: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-        """experts [T, C] int32 -> rows [B, tile]: one more than the pair of each row, 0 where
-        there is none; owners [B]: each tile's expert, or -1. B: as many tiles of ``tile`` rows
-        as there can be."""
-        pairs = experts.numel()
-        tiles = (pairs + min(self.count, pairs) * (tile - 1)) // tile
-        if pairs <= FEW:
-            return self._few_grouped(experts, tiles, tile)
-        zeros = experts.new_zeros(tiles * tile + self.count)
-        rows, counts = zeros.split_with_sizes([tiles * tile, self.count])
-        ranks, owners = experts.new_empty(pairs), experts.new_empty(tiles)
-        programs = -(-pairs // MANY)
-        self.kernels.rank[(programs,)](experts, counts, ranks, pairs, MANY, num_warps=2)
-        self.kernels.place[(max(programs, -(-tiles // MANY)),)](
-            experts,
-            counts,
-            ranks,
-            rows,
-            owners,
-            pairs,
-            tiles,
-            self.count,
-            _power(self.count),
-            tile,
-            MANY,
-            num_warps=4,
-        )
-        return rows, owners
-
-    def _few_grouped(
-        self, experts: Tensor, tiles: int, tile: int
-    ) -> tuple[Tensor, Tensor]:
-        rows, owners = experts.new_empty(tiles * tile), experts.new_empty(tiles)
-        self.kernels.place_few[(tiles,)](
-            experts,
-            rows,
-            owners,
-            experts.numel(),
-            self.count,
-            _power(self.count),
-            tile,
-            FEW,
-            num_warps=1,
-        )
-        return rows, owners
 
     def _inner(
         self, x: Tensor, shares: Tensor, rows: Tensor, owners: Tensor, tile: Tile
@@ -268,7 +197,7 @@ class GroupedExperts:
             self.routing.alpha,
             self.routing.limit,
             self.routing.chosen,
-            self.hidden,
+            self.read,
             own.up.wide,
             self.columns,
             own.up.bits,
@@ -291,10 +220,10 @@ class GroupedExperts:
     def _outer(
         self, inner: Tensor, shares: Tensor, rows: Tensor, owners: Tensor, tile: Tile
     ) -> Tensor:
-        """[T, D]"""
+        """[P, D], of each pair."""
         down, bias, how = self.weights.down, self.weights.down_bias, tile.outer
-        out = inner.new_empty(shares.numel(), self.hidden)
-        programs = len(owners) * -(-self.hidden // how.columns)
+        out = inner.new_empty(shares.numel(), self.read)
+        programs = len(owners) * -(-self.read // how.columns)
         self.kernels.outer[(programs,)](
             inner,
             *_arguments(down, bias),
@@ -304,7 +233,7 @@ class GroupedExperts:
             owners,
             self.columns,
             down.wide,
-            self.hidden,
+            self.read,
             down.bits,
             down.group,
             down.zeros is not None,
@@ -316,10 +245,17 @@ class GroupedExperts:
             num_warps=how.warps,
             num_stages=how.stages,
         )
-        total = inner.new_empty(len(shares), self.hidden)
-        grid = len(shares), -(-self.hidden // SOME)
+        return out
+
+    def _summed(self, parts: Tensor, residual: Tensor | None) -> Tensor:
+        """parts [P, D] -> [T, D]"""
+        chosen = self.routing.chosen
+        total = parts.new_empty(len(parts) // chosen, self.read)
+        grid = len(total), -(-self.read // SOME)
+        before = parts if residual is None else residual.contiguous()
+        added = residual is not None
         self.kernels.summed[grid](
-            out, total, self.routing.chosen, self.hidden, SOME, num_warps=1
+            parts, before, total, chosen, self.read, SOME, added, num_warps=1
         )
         return total
 
@@ -339,8 +275,3 @@ ACTIVATION_NAMES: Mapping[object, str] = {
     ACTIVATIONS["gelu_new"]: "tanh gelu",
 }
 """The kernels' names of activations."""
-
-
-def _power(count: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << (count - 1).bit_length()

@@ -184,6 +184,7 @@ def test_codes_are_not_cut_for_several_gpus(reference: Reference) -> None:
         ("qwen2_moe", WeightFormat("int4", 32, True)),
         ("gpt_oss", WeightFormat("int4", 64)),
         ("glm4_moe", FP8),
+        ("nemotron_h-latent", WeightFormat("int4", 32)),
     ],
 )
 def test_each_expert_has_codes_of_its_own(
