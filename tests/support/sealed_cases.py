@@ -75,6 +75,7 @@ def pool_and_sealed(layout: CacheLayout, page: int) -> tuple[Bytes, Jobs, Bytes]
     host = rng.standard_normal(size // 2).astype(np.float16)
     half = layout.page_stride[0] // 4  # half a page of constant groups
     host[:half] = np.float16(0.3)
+    host[half : 2 * half] = rng.integers(0, 31, half) / 2  # just between two codes
     memory = host.view(np.uint8)
     before = memory.copy()
     last = size // layout.page_stride[1]

@@ -6,14 +6,17 @@
 // way into shared memory. Tensor cores multiply them there with the lane's matrix. That is larger
 // than the rows, so in large steps a block keeps it for several of them. A layer that reads the
 // pages of another has queries alone.
+//
+// Where no lane is projected, rows need no shared memory: a thread takes 16 bytes of each half of a
+// row, turns them and writes them (append_pieces).
 #include <algorithm>
 #include <limits>
 
 #include "common/layer_table.h"
 #include "common/limits.h"
 #include "cuda/decode/params.h"
-#include "cuda/device.cuh"
 #include "cuda/host.h"
+#include "cuda/warp.cuh"
 #include "kvlathe/cache.h"
 
 namespace kvlathe::cuda {
@@ -143,8 +146,8 @@ __device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16
       load_matrices(a, shared_address(x + lane % 16 * (inner + kPad) + step + lane / 16 * 8));
       load_matrices_transposed(
           b, shared_address(matrix + (step + lane % 16) * (rank + kPad) + column + lane / 16 * 8));
-      E::multiply(sums[0], a, b[0], b[1]);
-      E::multiply(sums[1], a, b[2], b[3]);
+      multiply_tiles<E>(sums[0], a, b[0], b[1]);
+      multiply_tiles<E>(sums[1], a, b[2], b[3]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -176,7 +179,8 @@ __device__ void append_values(const AppendParams& p, const AppendLane& lane, int
 template <class E>
 __global__ void __launch_bounds__(kWarps * 32, 5)
     append_rows(const __grid_constant__ AppendParams p) {
-  extern __shared__ __align__(128) uint16_t shared[];  // matrix | x [16, inner] | out [16, rank]
+  KVLATHE_DYNAMIC_SHARED(bytes);
+  auto* shared = reinterpret_cast<uint16_t*>(bytes);  // matrix | x [16, inner] | out [16, rank]
 #if __CUDA_ARCH__ >= 900
   // Attention may start now: it prepares itself, and waits for the end of this kernel.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -227,6 +231,91 @@ __global__ void __launch_bounds__(kWarps * 32, 5)
       }
     }
     __syncwarp();  // and turns its next rows where these were
+  }
+}
+
+constexpr int kPiece = 8;         // elements of 16 bytes
+constexpr int kPiecesAtOnce = 2;  // which a thread asks for before it needs the first
+
+// 8 pairs of a row: what a thread takes of it, of Q or K.
+struct Pairs {
+  uint4 first, second, cos, sin;
+};
+
+template <class E>
+__device__ void turn_pairs(Pairs& x) {
+  uint32_t *first = &x.first.x, *second = &x.second.x;
+  const uint32_t *cos = &x.cos.x, *sin = &x.sin.x;
+#pragma unroll
+  for (int word = 0; word < kPiece / 2; ++word) {
+    float turned[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto widened = [&](const uint32_t* from) {
+        return E::widen(uint16_t(from[word] >> 16 * i));
+      };
+      const float a = widened(first), b = widened(second), c = widened(cos), s = widened(sin);
+      turned[0][i] = a * c - b * s, turned[1][i] = b * c + a * s;
+    }
+    first[word] = E::pack(turned[0][0], turned[0][1]);
+    second[word] = E::pack(turned[1][0], turned[1][1]);
+  }
+}
+
+__device__ inline uint4 piece_at(const uint16_t* row, int piece) {
+  return reinterpret_cast<const uint4*>(row)[piece];
+}
+
+// Appends rows of a layer without projections, whose pieces are aligned (has_pieces). As
+// append_rows; z has the same roles.
+template <class E>
+__global__ void __launch_bounds__(kWarps * 32, 4)
+    append_pieces(const __grid_constant__ AppendParams p) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const AppendLane& lane = p.lane[blockIdx.y];
+  const bool keys = blockIdx.z == 1, values = blockIdx.z == 2;
+  const int heads = blockIdx.z ? 1 : p.group_size, half = lane.input_dim / 2,
+            pieces = values ? lane.rank_v / kPiece : half / kPiece, all = p.tokens * heads * pieces,
+            step = gridDim.x * blockDim.x;
+#pragma unroll 1
+  for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < all;
+       first += step * kPiecesAtOnce) {
+    Pairs x[kPiecesAtOnce];
+#pragma unroll
+    for (int i = 0; i < kPiecesAtOnce; ++i) {
+      const int at = min(first + i * step, all - 1), row = at / pieces, piece = at % pieces,
+                t = row / heads;
+      if (values) {
+        x[i].first = piece_at(p.v + t * p.v_stride + lane.v_at, piece);
+        continue;
+      }
+      const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
+                                  : p.q + t * p.q_stride + lane.q_at + row % heads * lane.input_dim;
+      x[i].first = piece_at(from, piece), x[i].second = piece_at(from + half, piece);
+      if (!lane.rope) continue;
+      x[i].cos = piece_at(p.cos + int64_t{t} * p.planes, piece);
+      x[i].sin = piece_at(p.sin + int64_t{t} * p.planes, piece);
+    }
+#pragma unroll
+    for (int i = 0; i < kPiecesAtOnce; ++i) {
+      const int at = first + i * step, row = at / pieces, piece = at % pieces, t = row / heads;
+      if (at >= all) break;
+      uint4* to;
+      if (blockIdx.z == 0) {
+        to = reinterpret_cast<uint4*>(p.q_out + t * p.q_out_stride + lane.q_out_at +
+                                      row % heads * lane.input_dim);
+      } else if (p.sequence_of[t] < 0) {
+        continue;
+      } else {
+        to = reinterpret_cast<uint4*>(
+            place_of(p, lane, t, values ? lane.v : lane.k, values ? lane.rank_v : lane.rank_k));
+      }
+      if (lane.rope && !values) turn_pairs<E>(x[i]);
+      to[piece] = x[i].first;
+      if (!values) to[half / kPiece + piece] = x[i].second;
+    }
   }
 }
 
@@ -326,10 +415,48 @@ AppendParams params_of(const Layer& layer, const kvlathe_append_args& a) {
   return p;
 }
 
+void launch(void (*kernel)(AppendParams), dim3 grid, int shared, AppendParams p,
+            const kvlathe_append_args& a) {
+  void* arguments[] = {&p};
+  check_cuda(cudaLaunchKernel(kernel, grid, dim3(kWarps * 32), arguments, size_t(shared),
+                              static_cast<cudaStream_t>(a.stream)),
+             "launching append");
+}
+
+// Whether append_pieces takes a call: rows as they are, in whole pieces of 16 bytes. `rows` would be
+// a second place to write to.
+bool has_pieces(const Layer& layer, const AppendParams& p) {
+  if (p.rows || p.planes % kPiece) return false;
+  for (const void* rows : {p.q, p.k, p.cos, p.sin}) {
+    if (reinterpret_cast<uintptr_t>(rows) % 16) return false;
+  }
+  if (p.q_stride % kPiece || (p.k && p.k_stride % kPiece)) return false;
+  return std::all_of(p.lane, p.lane + layer.lanes.size(), [](const AppendLane& lane) {
+    const int places = lane.q_at | lane.k_at | lane.v_at | lane.q_out_at;
+    return !lane.projected && !lane.planes_at && lane.input_dim % (2 * kPiece) == 0 &&
+           lane.input_dim == lane.rank_k && places % kPiece == 0;
+  });
+}
+
+void launch_pieces(const Layer& layer, const AppendParams& p, const kvlathe_append_args& a) {
+  int widest = 0;  // pieces of a row of Q or V
+  for (const AppendLane* lane = p.lane; lane < p.lane + layer.lanes.size(); ++lane) {
+    const int pieces = p.group_size * lane->input_dim / (2 * kPiece);
+    widest = std::max({widest, pieces, lane->rank_v / kPiece});
+  }
+  const int threads = kWarps * 32, lanes = layer.head.lanes,
+            most =
+                std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (2 * lanes));
+  const int64_t blocks = (int64_t{a.tokens} * widest + threads - 1) / threads;
+  const dim3 grid(unsigned(std::min<int64_t>(blocks, most)), lanes, a.k ? 3 : 1);
+  launch(a.element == KVLATHE_F16 ? append_pieces<Half> : append_pieces<Bfloat>, grid, 0, p, a);
+}
+
 void append(const Layer& layer, const kvlathe_append_args& a) {
   check(layer, a);
   const AppendParams p = params_of(layer, a);
   if (a.tokens == 0) return;
+  if (has_pieces(layer, p)) return launch_pieces(layer, p, a);
   int elements = 0;
   for (const AppendLane* lane = p.lane; lane < p.lane + layer.lanes.size(); ++lane) {
     const int inner = padded(lane->input_dim), rank = lane->rank_k;
@@ -343,8 +470,7 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
   const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
   check_shared(elements * 2, "rows and projections of ranks this large");
   reserve_shared(kernel, elements * 2);
-  kernel<<<grid, kWarps * 32, elements * 2, static_cast<cudaStream_t>(a.stream)>>>(p);
-  check_cuda(cudaGetLastError(), "launching append");
+  launch(kernel, grid, elements * 2, p, a);
 }
 
 }  // namespace

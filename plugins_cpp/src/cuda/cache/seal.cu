@@ -71,33 +71,47 @@ struct Group {
   }
 };
 
+// rint(x / step), as dividing gives it. A product with 1 / step is off by 2^-22 of its size at most.
+// That decides only beside the middle of two integers, and there the division is done.
+__device__ inline float nearest_code(float x, float step, float inverse) {
+  constexpr float kBesideMiddle = 0x1p-11f;  // of codes up to 1024
+  const float about = __fmul_rn(x, inverse), code = rintf(about);
+  if (fabsf(fabsf(__fsub_rn(about, code)) - 0.5f) > kBesideMiddle) return code;
+  return rintf(__fdiv_rn(x, step));
+}
+
 template <class E>
 __device__ void seal_group(const SealForm& p, const SealSlab& slab, const Group& group, int index,
                            const uint16_t* values, int pitch, int inner, int position, char* page) {
-  const auto value = [&](int i) {
-    return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
-  };
+  const int stride = slab.by_token ? pitch : 1;
+  const uint16_t* row = values + (slab.by_token ? group.row : group.row * pitch);
+  const auto value = [&](int i) { return E::widen(row[i * stride]); };
   float low = value(group.begin), high = low;
+#pragma unroll 8
   for (int i = group.begin + 1; i < group.end; ++i)
     low = fminf(low, value(i)), high = fmaxf(high, value(i));
   const float levels = float(levels_of(slab.bits)), width = __fsub_rn(high, low);
   const __half scale = __float2half_rn(__fdiv_rn(__fmul_rn(width, slab.span), levels));
   const __half minimum = __float2half_rn(__fadd_rn(low, __fmul_rn(width, slab.past)));
   reinterpret_cast<__half2*>(page + slab.meta)[index] = __halves2half2(scale, minimum);
-  const float step = __half2float(scale), from = __half2float(minimum);
+  const float step = __half2float(scale), from = __half2float(minimum),
+              inverse = step > 0 ? __fdiv_rn(1.f, step) : 0.f;
   auto* words =
       reinterpret_cast<uint32_t*>(page + slab.target + int64_t{group.row} * inner * slab.bits / 8);
   for (int i = group.begin; i < group.end;) {
     uint32_t word = 0;
+#pragma unroll 4
     for (int shift = 0; shift < 32; shift += slab.bits, ++i) {
-      float x = step > 0 ? __fdiv_rn(__fsub_rn(value(i), from), step) : 0.f;
+      const float above = __fsub_rn(value(i), from);
+      float x = 0;
       if (p.stochastic) {
+        if (step > 0) x = __fdiv_rn(above, step);
         const int token = slab.by_token ? i : group.row, channel = slab.by_token ? group.row : i;
         const uint32_t noise =
             hashed(hashed(slab.key, uint32_t(position + token)), uint32_t(channel)) >> 8;
         x = float(floor(double(x) + noise * 0x1p-24));  // a double is exact: no rounding decides
-      } else {
-        x = rintf(x);
+      } else if (step > 0) {
+        x = nearest_code(above, step, inverse);
       }
       word |= uint32_t(fminf(fmaxf(x, 0.f), levels)) << shift;
     }
@@ -259,9 +273,13 @@ __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ P
     }
     return;
   }
-  for (int i = threadIdx.x; i < count / 2; i += kThreads) {
-    reinterpret_cast<uint32_t*>(values)[2 * i / slab.rank * pitch / 2 + i % (slab.rank / 2)] =
-        reinterpret_cast<const uint32_t*>(source)[i];
+  // Eight elements at a time; ranks are multiples of 16.
+  const int pieces = slab.rank / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count / 8; i += kThreads) {
+    const uint4 piece = reinterpret_cast<const uint4*>(source)[i];
+    auto* to = reinterpret_cast<uint32_t*>(values + i / pieces * pitch + i % pieces * 8);
+    to[0] = piece.x, to[1] = piece.y, to[2] = piece.z, to[3] = piece.w;
   }
   __syncthreads();
   const int rows = slab.by_token ? slab.rank : p.page_tokens,
