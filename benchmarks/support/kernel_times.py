@@ -19,7 +19,7 @@ GROUPS = {
     "attention of single rows": r"attend_|merge_",
     "copies of sealed pages": r"copy_codes|place_copies",
     "seal": r"seal_pages|code_rows",
-    "RoPE, projection, append": r"append_rows",
+    "RoPE, projection, append": r"append_",
     "products with weights": r"nvjet|gemm|gemv|xmma|cutlass|multiply_rows|splitK",
     "activations, norms": r"silu|norm_rows|gelu|vectorized_elementwise|elementwise",
     "lists of a step": r"spread_|list_prompts|plan_calls|bundle_rows",

@@ -184,7 +184,7 @@ def test_a_captured_step_holds_no_attention_of_torch(pair: tuple[LLM, LLM]) -> N
         session.run(step)
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profile.key_averages())
-    assert "attend" in names and "append_rows" in names
+    assert "attend" in names and "append_" in names
     assert not any(
         word in names.lower()
         for word in ("softmax", "sdpa", "flash", "fmha", "scaled_dot")
