@@ -398,7 +398,9 @@ def test_tiles_that_do_not_fit_a_gpu_are_left_out(
 ) -> None:
     ran: list[int] = []
 
-    def run(_: GroupedExperts, x: Tensor, tile: Tile) -> Tensor:
+    def run(
+        _: GroupedExperts, x: Tensor, tile: Tile, residual: object = None
+    ) -> Tensor:
         if tile.rows > most:
             raise RuntimeError("out of shared memory")
         ran.append(tile.rows)

@@ -131,6 +131,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
         | GROUPED
         | {"moe_shared_expert_intermediate_size": 40, "n_groups": 2}
-        | {"moe_latent_size": 20},
+        | {"moe_latent_size": 24},  # transformers' grouped product takes 16 bytes
     ),
 }

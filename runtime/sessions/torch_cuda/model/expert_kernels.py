@@ -133,11 +133,12 @@ def route(logits: Tensor, correction: Tensor, shares: Tensor, rows: Tensor, owne
     ranked = scores
     if IS_CORRECTED:
         ranked = scores + tl.load(correction + every, mask=every < E, other=0.0)[None, :]
+    # Of numbers that are none, all are alike and least: each pair has an expert of its own.
+    ranked = tl.where(ranked == ranked, ranked, -3.0e38)
     ranked = tl.where((every < E)[None, :], ranked, float("-inf"))
     own = tl.zeros([ALL, SLOTS], tl.float32)
     slot_of = tl.full([ALL, WIDE], -1, tl.int32)
     for slot in range(C):
-        # Among numbers that are none, any expert: but one that there is.
         best = tl.minimum(tl.argmax(ranked, 1), E - 1)
         is_best = every[None, :] == best[:, None]
         weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
