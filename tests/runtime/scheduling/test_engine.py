@@ -346,6 +346,24 @@ def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profi
         found.run(step)
 
 
+def test_logits_of_a_step_are_the_callers_whatever_runs_after_it() -> None:
+    found = session("onnx", "one", 1 << 26)
+
+    def step(tokens: int, first: int) -> StepPlan:
+        places = np.arange(tokens, dtype=np.int32)
+        ends = np.array([0, tokens], np.int32)
+        nothing, page = np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32)
+        last = np.array([tokens - 1], np.int32)
+        return StepPlan(places + first, places, ends, places, nothing, (page,), last)
+
+    first = found.run(step(5, 7))
+    kept = first.copy()
+    other, longer = found.run(step(5, 90)), found.run(step(9, 40))
+    np.testing.assert_array_equal(first, kept)
+    np.testing.assert_array_equal(found.run(step(5, 7)), kept)
+    assert not np.array_equal(other, kept) and not np.array_equal(longer, other)
+
+
 @pytest.mark.parametrize(
     ("kind", "first"),
     [("one", [124, 900]), ("split", [124, 900]), ("sealed", [300, 512])],
