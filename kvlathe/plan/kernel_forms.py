@@ -24,10 +24,13 @@ def plan_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def ages_refusal(plan: CompressionPlan) -> Refusal | None:
     """The refusal of pages that wait until older ones are read elsewhere, by all that no
-    test has run with them."""
+    test has compared with a CPU."""
     if not any(bucket.waits for bucket in plan.index.buckets):
         return None
-    reason = "newest tokens have more bits than older ones, which no GPU has run"
+    reason = (
+        "newest tokens have more bits than older ones, and no GPU's logits of such plans "
+        "were compared with a CPU's"
+    )
     return reason, "say recent=0, or build for onnxruntime and run it on a CPU"
 
 
@@ -91,7 +94,7 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
     if plan.model.latent:
         reason = "its heads share one latent (MLA), which its node was not run with"
         return reason, "build with --backend cuda, or run it on a CPU"
-    if refusal := unlike_refusal(plan):
+    if refusal := unlike_refusal(plan) or ages_refusal(plan):
         return refusal
     if is_wide(plan):
         reason = f"a head has rank {_widest(plan)}, which its node was not run with"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvlathe.engines.build import BuildConfig, build
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from tests.native.library import Library
@@ -30,19 +31,23 @@ OPTIONS: dict[str, Any] = {
     "max_seq_len": 1024,
     "max_batch_size": 4,
     "prefill_chunk": CHUNK,
+    "max_num_tokens": 4 * CHUNK,
     "measure": False,
 }
-NEAR = 4e-2
-"""A share of the largest logit. A number that was rounded otherwise to 16 bits may get
-another of four codes."""
+NEAR, CLOSE = 4e-2, 4e-3
+"""Shares of the largest logit: two tokens that are a tie, and the root mean square of what
+differs. A number that was rounded otherwise to 16 bits may get another of four codes: on
+CPUs, with 16-bit pages and with 32-bit ones, that is 1e-3, and 13e-3 without newest tokens
+in more bits."""
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_logits_of_random_ragged_steps_are_those_of_the_cpu(
-    plan: str, library: Library, tmp_path: Path
+    plan: str, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
+    monkeypatch.setenv(UNPROVEN, "1")
     asked = {**OPTIONS, "compression": PLANS[plan]}
     with engine_pair(tmp_path, library.path, asked) as pair:
         for seed in range(4):
@@ -53,7 +58,7 @@ def test_logits_of_random_ragged_steps_are_those_of_the_cpu(
                 alike = (ours.argmax(-1) == theirs.argmax(-1)).mean()
                 rms = np.sqrt((apart**2).mean())
                 print(f"{plan} {seed}: {apart.max():.1e} {rms:.1e} {alike:.3f}")
-                assert apart.max() <= NEAR and alike >= 0.98
+                assert rms <= CLOSE and alike >= 0.98
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,7 @@ def engine(
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNPROVEN, "1")
         patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
         native.find.cache_clear()
         folder = tmp_path_factory.mktemp("aged") / "engine"

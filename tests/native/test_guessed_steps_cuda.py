@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvlathe.engines.build import BuildConfig, build
+from kvlathe.plan.kernel_forms import UNPROVEN
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.torch_cuda.attention.bundles import Bundling
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
@@ -44,6 +45,7 @@ def test_graphs_of_guesses_give_what_such_steps_give_without_one(
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     monkeypatch.setenv("KVLATHE_LIBRARY", str(library.path))
+    monkeypatch.setenv(UNPROVEN, "1")
     options: dict[str, Any] = {**OPTIONS, **PLANS[plan]}
     engine = build(BuildConfig(MODEL, tmp_path / "engine", **options))
     llm = LLM.load(engine, cache_bytes=1 << 28, device="cuda")

@@ -235,7 +235,10 @@ def node_out(kernels: ctypes.CDLL, case: Case) -> np.ndarray:
 
 
 @SOME
-@given(case=mixed_steps([64], 7, [0, 1, 1, 1, 2, 3], has_scoring=False))
+@given(
+    case=mixed_steps([64], 7, [0, 1, 1, 1, 2, 3], has_scoring=False)
+    | aged_steps([64], [0, 1, 1, 1, 2, 3])
+)
 def test_the_node_gives_the_bits_of_the_cuda_backend(
     library: AttentionLibrary, kernels: ctypes.CDLL, case: Case
 ) -> None:

@@ -6,7 +6,12 @@ import dataclasses
 
 import pytest
 
-from kvlathe.plan.kernel_forms import UNPROVEN, plan_refusal, ranking_refusal
+from kvlathe.plan.kernel_forms import (
+    UNPROVEN,
+    node_refusal,
+    plan_refusal,
+    ranking_refusal,
+)
 from kvlathe.plan.lives import KEEP
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_score import ObservationWindow
@@ -38,16 +43,17 @@ def test_plans_that_compact_prefixes_are_taken(kind: str) -> None:
     assert ranking_refusal(dataclasses.replace(plan, model=capped)) is None
 
 
-def test_tiers_by_age_are_refused_until_a_gpu_has_run_them(
+def test_tiers_by_age_are_refused_until_a_gpu_is_compared_with_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The node of ONNX Runtime and TensorRT has not run them either."""
     monkeypatch.delenv(UNPROVEN, raising=False)
-    plan = plans(model_shape())["aged"]
+    plan, sealed = (plans(model_shape())[kind] for kind in ("aged", "sealed"))
     refusal = plan_refusal(plan)
-    assert refusal is not None and "no GPU has run" in refusal[0]
+    assert refusal is not None and "say recent=0" in refusal[1]
     monkeypatch.setenv(UNPROVEN, "1")
-    assert plan_refusal(plan) is None
-    assert plan_refusal(plans(model_shape())["sealed"]) is None
+    assert plan_refusal(plan) is None and node_refusal(plan) == refusal
+    assert plan_refusal(sealed) is None and node_refusal(sealed) is None
 
 
 SPECIAL = ObservationWindow(special=(3,), recent=0.1)
