@@ -52,7 +52,8 @@ OF_TORCH: Mapping[str, WeightFormats] = {
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it
     says what attends a token. ``windows``: whether a query may see a window of the
-    tokens. ``paired``: as in CacheSettings. ``graph``: whether it is built from the
+    tokens. ``ages``: whether older tokens may have fewer bits than newer ones.
+    ``paired``: as in CacheSettings. ``graph``: whether it is built from the
     ONNX graph; otherwise from the weights and decoder.json. ``hosted``: whether a host
     runs the checkpoint as it is, and the engine is plan and bases. ``sizes``: of its
     steps, by default. ``weights``: what its weights may be beside its dtypes.
@@ -65,6 +66,7 @@ class BackendInfo:
     dtypes: tuple[str, ...]
     ranks_tokens: bool = False
     windows: bool = False
+    ages: bool = False
     paired: bool = False
     graph: bool = True
     hosted: bool = False
@@ -82,6 +84,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ("float32", "float16"),
         ranks_tokens=True,
         windows=True,
+        ages=True,
         adapters=True,
         hidden_states=True,
         weights=MAT_MUL_N_BITS,

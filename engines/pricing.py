@@ -43,6 +43,7 @@ def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
         config.seed,
         info.paired,
         info.windows and not info.hosted,
+        info.ages,
         spec.windows,
         spec.max_seq_len,
     )

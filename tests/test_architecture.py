@@ -132,6 +132,7 @@ STDLIB_ONLY = tuple(
         "plan/formula",
         "plan/token_score",
         "plan/stages",
+        "plan/life",
         "plan/lives",
         "plan/groups",
         "plan/plan_data",

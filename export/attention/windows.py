@@ -7,6 +7,7 @@ first; pages that are gone are whole, so places do as well as positions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.sight import NO_END
+from kvlathe.plan.sight import NO_END, Sight
 
 NEVER = -1e30
 """A score that no softmax sees beside others. Finite: all of a part may be hidden."""
@@ -37,6 +38,17 @@ class LaneWindows:
         own_page = queries.div(size, rounding_mode="floor") * size
         first = torch.maximum(own_page - self.recent, queries - self.exact + 1)
         return (tokens >= self.sink)[:, None] & (tokens[:, None] < first[:, :, None])
+
+    @classmethod
+    def of_sights(
+        cls, sights: Sequence[Sight], page_tokens: int, device: torch.device
+    ) -> LaneWindows | None:
+        """Those of lanes that see so; None where all see everything."""
+        if not any(sight.is_less for sight in sights):
+            return None
+        numbers = [(x.sink, x.recent, x.exact or NO_END) for x in sights]
+        sink, recent, exact = torch.tensor(numbers, device=device).T[..., None]
+        return cls(sink, recent, exact, page_tokens)
 
     def of(self, head: int) -> LaneWindows:
         """That of one lane."""

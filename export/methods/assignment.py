@@ -2,9 +2,10 @@
 bytes.
 
 A lane's loss is that of its K's form, of its V's and of its window; its bytes are those
-of its forms' pages, as many as its window holds, and of its hot page. A plan may use few number formats and
-windows, since each pair is a bucket and costs time in every step. Which ones is branch
-and bound; which lane takes which is a knapsack (export/bases/allocate.py).
+of its forms' pages, as many as its window holds, and of its hot page. A plan may use few
+number formats and windows, since each pair is a bucket and costs time in every step.
+Which ones is a descent for each choice of windows; which lane takes which is a knapsack
+(export/bases/allocate.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import numpy.typing as npt
 
 from kvlathe.export.bases import allocate
 from kvlathe.export.methods.forms import (
+    AGED,
     FORMATS,
+    FORMS,
     OF_KEYS,
     OF_VALUES,
     PAIRS,
@@ -30,7 +33,8 @@ from kvlathe.export.methods.forms import (
 )
 
 MOST_FORMATS = 2
-"""That a side may use in one plan."""
+"""That a side may use in one plan where older tokens are as newer ones; for the others it
+has one pair."""
 MOST_WINDOWS = 4
 """Beside lanes that keep all tokens: with two, plans of 8,192 tokens had to do without the
 longest, and with three they lose a twentieth more (docs/history/auto.md)."""
@@ -52,20 +56,25 @@ class Assignment:
     window: Places
 
 
+Pairs = tuple[tuple[int, int], ...]
+"""K's and V's form, places in FORMS."""
+
+
 @dataclass(frozen=True)
 class Allowed:
-    """The forms that one plan uses: pairs of K's and V's format, places in FORMATS, and token
-    lives, places in ``Grid.lives``."""
+    """The forms that one plan uses where older tokens are as newer ones, and where they are
+    ``aged``; and token lives, places in ``Grid.lives``."""
 
-    pairs: tuple[tuple[int, int], ...]
+    plain: Pairs
+    aged: Pairs
     lives: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The grid with its prices: ``loss`` [2, 2 lanes, options], K lanes then V lanes, all
-    pages coded or the first as they are; ``window_loss`` [lanes, lives], 0 where all
-    tokens are kept. ``paired``: a lane takes PAIRS.
+    """The grid with its prices: ``loss`` [lives, 2 lanes, options], K lanes then V lanes,
+    of what each life holds; ``window_loss`` [lanes, lives], 0 where all tokens are kept.
+    ``paired``: a lane takes PAIRS.
     """
 
     grid: Grid
@@ -80,9 +89,8 @@ class Priced:
     def lost(self, choice: Assignment) -> float:
         """The sum of its losses."""
         lanes = np.arange(self.lanes)
-        whole = self.grid.whole_first[choice.window]
-        of_keys = self.loss[whole, lanes, choice.k]
-        of_values = self.loss[whole, self.lanes + lanes, choice.v]
+        of_keys = self.loss[choice.window, lanes, choice.k]
+        of_values = self.loss[choice.window, self.lanes + lanes, choice.v]
         of_windows = self.window_loss[lanes, choice.window]
         return float((of_keys + of_values + of_windows).sum())
 
@@ -115,19 +123,26 @@ class Priced:
         allocate.require(budget, self.least)
         best: Assignment | None = None
         lost = np.inf
-        for bound, allowed in self._bounds(budget):
+        for bound, allowed in self._candidates(budget):
             if bound * CLOSE >= lost:
                 break
-            found = self._within(allowed, budget)
+            found = self._within(allowed, budget, lost / CLOSE)
             if found is not None and self.lost(found) < lost:
                 best, lost = found, self.lost(found)
         assert best is not None
         return best
 
     # -- one choice of formats and windows ---------------------------------------------
-    def _within(self, allowed: Allowed, budget: int) -> Assignment | None:
-        """The knapsack over what is allowed; None where nothing fits."""
+    def _within(
+        self, allowed: Allowed, budget: int, most: float = np.inf
+    ) -> Assignment | None:
+        """The knapsack over what is allowed; None where nothing fits, or nothing that
+        loses less than ``most``."""
         fronts = [self._front(lane, allowed) for lane in range(self.lanes)]
+        if np.isfinite(most):
+            fronts = self._below(fronts, budget, most)
+            if not all(map(len, fronts)):
+                return None
         width = max(map(len, fronts))
         padded = np.stack([_padded(front, width) for front in fronts])
         loss = padded[..., 0]
@@ -143,66 +158,127 @@ class Priced:
         first: rows of loss, bytes, K's option, V's option, life."""
         ways = []
         row = self.lanes + lane  # of its V
-        for (k, v), life in itertools.product(allowed.pairs, allowed.lives):
-            loss = self.loss[self.grid.whole_first[life]]
-            both = itertools.product(
-                self._side_front(loss[lane], k), self._side_front(loss[row], v)
-            )
-            of_k, of_v = np.array(list(both)).T  # options, [ways] each
-            lost = loss[lane, of_k] + loss[row, of_v] + self.window_loss[lane, life]
-            sizes = self.grid.bytes[of_k, life] + self.grid.bytes[of_v, life]
-            columns = [lost, sizes, of_k, of_v, np.full(len(lost), life)]
-            ways.append(np.stack(columns, 1))  # [ways, 5]
-        return _pareto(np.concatenate(ways))
+        for life in allowed.lives:
+            loss, size = self.loss[life], self.grid.bytes[:, life]
+            for k, v in allowed.aged if self._is_aged[life] else allowed.plain:
+                fronts = self._side_front(lane, life, k), self._side_front(row, life, v)
+                of_k, of_v = map(np.ravel, np.meshgrid(*fronts))  # [ways] each
+                lost = loss[lane, of_k] + loss[row, of_v] + self.window_loss[lane, life]
+                columns = lost, size[of_k] + size[of_v], of_k, of_v, life + 0 * of_k
+                ways.append(np.stack(columns, 1))
+        return _pareto(np.concatenate(ways))  # from [ways, 5]
 
-    def _side_front(self, loss: Array, form: int) -> Places:
-        """Options of one format that are on the front of one side of a lane, by their
-        ``loss`` [options]."""
-        options = self._options_in(form)
-        sizes = self.grid.sizes[options].astype(float)
-        return options[_pareto_places(np.stack([loss[options], sizes], 1))]
+    def _below(self, fronts: Sequence[Array], budget: int, most: float) -> list[Array]:
+        """Of each lane's ways those that may be in a choice which loses less than
+        ``most``: with another, all lanes together lose more (``_candidates``)."""
+        bounds, paid = self._bounds(fronts, budget)
+        tight = bounds.argmax()
+        more = paid[tight] - paid[tight].min(-1, keepdims=True)
+        may = bounds[tight] + more < most
+        return [
+            front[own[: len(front)]] for front, own in zip(fronts, may, strict=True)
+        ]
+
+    def _bounds(self, fronts: Sequence[Array], budget: int) -> tuple[Array, Array]:
+        """Bounds of a choice from the ways of each lane, [prices], and what each way
+        costs, [prices, lanes, ways]."""
+        width = max(map(len, fronts))
+        padded = np.stack([_padded(front, width) for front in fronts])
+        paid = padded[..., 0] + self._byte_prices[:, None, None] * padded[..., 1]
+        return paid.min(-1).sum(-1) - self._byte_prices * budget, paid
+
+    def _side_front(self, row: int, life: int, form: int) -> Places:
+        """Options of one form that are on the front of one side of a lane in a life, by
+        loss and bytes. Choices share them."""
+        found = self._fronts.get((row, life, form))
+        if found is None:
+            options = self._options_in(form)
+            table = self.loss[life, row, options], 1.0 * self.grid.bytes[options, life]
+            places = _pareto_places(np.stack(table, 1))
+            found = self._fronts[row, life, form] = options[places]
+        return found
+
+    @cached_property
+    def _fronts(self) -> dict[tuple[int, int, int], Places]:
+        return {}
 
     # -- which formats and windows -----------------------------------------------------
     @cached_property
     def _format_pairs(self) -> list[tuple[int, int]]:
-        """That a lane may take, K's and V's."""
+        """That a lane may take where older tokens are as newer ones, K's and V's."""
         if self.paired:
             return [(FORMATS.index(k), FORMATS.index(v)) for k, v in PAIRS]
         return list(itertools.product(_places(OF_KEYS), _places(OF_VALUES)))
 
+    @cached_property
+    def _is_aged(self) -> list[bool]:
+        """The lives that have older tokens apart, by their places."""
+        return [life.newest_apart > 0 for life in self.grid.lives]
+
     def _life_sets(self) -> list[tuple[int, ...]]:
         """All tokens, the first ones coded or not, and as many windows as a plan may
-        have."""
-        first = len(self.grid.lives) - len(self.grid.windows)
-        places = range(first, len(self.grid.lives))
-        windows = itertools.combinations(places, min(MOST_WINDOWS, len(places)))
-        return [(whole, *few) for few in windows for whole in range(first)]
-
-    def _pair_sets(self) -> list[tuple[tuple[int, int], ...]]:
-        if self.paired:
-            return list(itertools.combinations(self._format_pairs, MOST_FORMATS))
-        both = itertools.product(
-            itertools.combinations(_places(OF_KEYS), MOST_FORMATS),
-            itertools.combinations(_places(OF_VALUES), MOST_FORMATS),
-        )
-        return [tuple(itertools.product(keys, values)) for keys, values in both]
-
-    def _bounds(self, budget: int) -> list[tuple[float, Allowed]]:
-        """Every choice of formats and windows with what it loses at the least, least
-        first.
-
-        At any price of a byte the sum of least (loss + price x bytes) less that of the
-        budget is a bound (Lagrange).
-        """
-        bounds = self._least_paid - self._byte_prices[:, None] * budget
-        lower = bounds.max(0)
-        order = np.argsort(lower, kind="stable")
-        return [(float(lower[i]), self._every_allowed[i]) for i in order]
+        have; and the same where the newest tokens of one age are apart."""
+        whole: list[int] = []
+        windows: list[int] = []
+        ages: dict[int, dict[int, int]] = {}
+        for place, life in enumerate(self.grid.lives):
+            if life.newest_apart:
+                ages.setdefault(life.newest_apart, {})[life.reaches.recent] = place
+            else:
+                (windows if life.drops else whole).append(place)
+        sets: list[tuple[int, ...]] = []
+        few = itertools.combinations(windows, min(MOST_WINDOWS, len(windows)))
+        for chosen, own, aged in itertools.product(few, whole, ages.values() or [{}]):
+            plain = own, *chosen
+            reaches = [self.grid.lives[place].reaches.recent for place in plain]
+            sets.append((*plain, *(aged[x] for x in reaches if x in aged)))
+        return sets
 
     @cached_property
-    def _every_allowed(self) -> list[Allowed]:
-        every = itertools.product(self._pair_sets(), self._life_sets())
-        return [Allowed(pairs, lives) for pairs, lives in every]
+    def _sets(self) -> list[Pairs]:
+        """Pairs of forms of a plan where older tokens are as newer ones, K's and V's."""
+        if self.paired:
+            return list(itertools.combinations(self._format_pairs, MOST_FORMATS))
+        keys, values = (
+            itertools.combinations(_places(side), MOST_FORMATS)
+            for side in (OF_KEYS, OF_VALUES)
+        )
+        both = itertools.product(keys, values)
+        return [tuple(itertools.product(*of_sides)) for of_sides in both]
+
+    @cached_property
+    def _aged_pairs(self) -> Pairs:
+        """The same where they have fewer bits; a plan has one."""
+        return tuple(itertools.product(_aged(OF_KEYS), _aged(OF_VALUES)))
+
+    def _candidates(self, budget: int) -> list[tuple[float, Allowed]]:
+        """For each choice of windows the formats that cost least, with what it loses at
+        the least; least first.
+
+        At any price of a byte the sum of least (loss + price x bytes) less that of the
+        budget is a bound (Lagrange). Formats are those of least bound at one price: that
+        of the best choice so, where that of one without limits was the price.
+        """
+        bounds = self._unlimited - self._byte_prices * budget
+        _, best = self._descents(budget, self._byte_prices[bounds.argmax()])[0]
+        fronts = [self._front(lane, best) for lane in range(self.lanes)]
+        bounds, _ = self._bounds(fronts, budget)
+        return self._descents(budget, self._byte_prices[bounds.argmax()])
+
+    def _descents(self, budget: int, price: float) -> list[tuple[float, Allowed]]:
+        """``_candidates`` at one price of a byte."""
+        tables = self._paid(price)
+        found: list[tuple[float, Allowed]] = []
+        for lives in self._life_sets():
+            least = [np.full((1, self.lanes), np.inf)] * 2
+            for life in lives:
+                kind = self._is_aged[life]
+                least[kind] = np.minimum(least[kind], tables[life])
+            paid, formats, pair = _descended(*least)
+            pairs = self._aged_pairs[pair : pair + 1]
+            bound = paid - price * budget
+            found.append((bound, Allowed(self._sets[formats], pairs, lives)))
+        return sorted(found, key=lambda one: one[0])
 
     @cached_property
     def _byte_prices(self) -> Array:
@@ -210,49 +286,49 @@ class Priced:
         return scale * np.geomspace(1e-12, 1, PRICES)
 
     @cached_property
-    def _least_paid(self) -> Array:
-        """[prices, choices]: sums of least (loss + price x bytes) at every price of a
-        byte. Budgets share them."""
-        pair_at = {pair: i for i, pair in enumerate(self._format_pairs)}
-        rows: list[list[int]] = []
-        for pairs in self._pair_sets():
-            rows.append([pair_at[pair] for pair in pairs])
-        members = np.array(rows).T  # [pairs of a set, sets]
-        life_sets = self._life_sets()
-        sums = np.empty((PRICES, len(rows), len(life_sets)))
-        for at_price, price in zip(sums, self._byte_prices, strict=True):
-            by_life = np.moveaxis(self._paid(price), -1, 0)  # [lives, pairs, lanes]
-            by_set = by_life[:, members].min(1)  # [lives, sets, lanes]
-            for i, lives in enumerate(life_sets):
-                at_price[:, i] = by_set[list(lives)].min(0).sum(-1)
-        return sums.reshape(PRICES, -1)
+    def _unlimited(self) -> Array:
+        """[prices]: the sum of least (loss + price x bytes) where every lane may take any
+        form. Budgets share it."""
+        sums = np.empty(PRICES)
+        for place, price in enumerate(self._byte_prices):
+            paid = (self.loss + price * self.grid.bytes.T[:, None]).min(-1)
+            both = paid[:, : self.lanes] + paid[:, self.lanes :] + self.window_loss.T
+            sums[place] = both.min(0).sum()  # from [lives, lanes]
+        return sums
 
-    def _paid(self, price: float) -> Array:
-        """[pairs, lanes, lives]: least loss + price x bytes of each pair of formats
-        in each life."""
-        losses = self.loss[self.grid.whole_first]  # [lives, rows, options]
-        priced = np.moveaxis(losses, 0, -1) + price * self.grid.bytes
-        keys = []
-        values = []
-        for form in range(len(FORMATS)):
-            least = priced[:, self._options_in(form)].min(1)
-            keys.append(least[: self.lanes])
-            values.append(least[self.lanes :])
-        paid = []
-        for k, v in self._format_pairs:
-            both = keys[k] + values[v]
-            paid.append(both + self.window_loss)
-        return np.stack(paid)
+    def _paid(self, price: float) -> list[Array]:
+        """[choices, lanes] of each life: the least loss + price x bytes of what each of
+        ``_sets`` allows there, or each of ``_aged_pairs``."""
+        paid: list[Array] = []
+        for life, is_aged in enumerate(self._is_aged):
+            priced = self.loss[life] + price * self.grid.bytes[:, life]
+            least = [priced[:, self._options_in(x)].min(1) for x in range(len(FORMS))]
+            pairs = self._aged_pairs if is_aged else self._format_pairs
+            keys, values = np.array(pairs).T
+            rows = np.stack(least)  # [forms, 2 lanes]
+            both = rows[keys, : self.lanes] + rows[values, self.lanes :]
+            if not is_aged:
+                both = both[self._members].min(1)
+            paid.append(both + self.window_loss[:, life])
+        return paid
 
     @cached_property
-    def _format_of(self) -> Places:
-        """[options]: the place in FORMATS of every option's format."""
-        formats = [form for _, form in self.grid.options]
-        return np.array([FORMATS.index(form) for form in formats])
+    def _members(self) -> Places:
+        """Places in ``_format_pairs`` of each of ``_sets``, [sets, pairs of a set]."""
+        at = {pair: i for i, pair in enumerate(self._format_pairs)}
+        rows: list[list[int]] = []
+        for pairs in self._sets:
+            rows.append([at[pair] for pair in pairs])
+        return np.array(rows)
+
+    @cached_property
+    def _options_of(self) -> list[Places]:
+        """The options of every one of FORMS."""
+        forms = np.array([form for _, form in self.grid.options])
+        return [np.flatnonzero(forms == form) for form in range(len(FORMS))]
 
     def _options_in(self, form: int) -> Places:
-        """The options of one format, a place in FORMATS."""
-        return np.flatnonzero(self._format_of == form)
+        return self._options_of[form]
 
     def _smallest(self, form: int) -> int:
         return int(self.grid.bytes[self._options_in(form)].min())
@@ -262,13 +338,35 @@ def _places(formats: Sequence[SideFormat]) -> list[int]:
     return [FORMATS.index(form) for form in formats]
 
 
+def _aged(formats: Sequence[SideFormat]) -> list[int]:
+    """Those of FORMS that newest and older tokens have."""
+    own = set(_places(formats))
+    return [FORMS.index(form) for form in AGED if own.issuperset(form)]
+
+
+def _descended(plain: Array, aged: Array) -> tuple[float, int, int]:
+    """The least sum over lanes of the lesser of one row of ``plain`` and one of ``aged``
+    [choices, lanes], and the two rows: from the best of ``plain`` on one of the two is
+    chosen anew, in turn, while that helps."""
+    one, least = int(plain.sum(-1).argmin()), np.inf
+    while True:
+        sums = np.minimum(plain[one], aged).sum(-1)
+        other = int(sums.argmin())
+        if not sums[other] < least:
+            return float(least), one, other
+        least = sums[other]
+        one = int(np.minimum(plain, aged[other]).sum(-1).argmin())
+
+
 def _pareto_places(table: Array) -> npt.NDArray[np.int64]:
     """Rows of (loss, bytes, ...) that lose less than all that are as small, fewest
     bytes first."""
     losses, sizes = table[:, 0], table[:, 1]
     order = np.lexsort((losses, sizes))
     loss = losses[order]
-    return order[loss < np.insert(np.minimum.accumulate(loss)[:-1], 0, np.inf)]
+    best = np.full(len(loss), np.inf)  # of those that are as small
+    np.minimum.accumulate(loss[:-1], out=best[1:])
+    return order[loss < best]
 
 
 def _pareto(table: Array) -> Array:

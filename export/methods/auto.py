@@ -13,6 +13,7 @@ newest (a window). Which form each lane takes is a knapsack over measured losses
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.assignment import Assignment
-from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
+from kvlathe.export.methods.forms import FORMATS, FORMS, GROUP, Grid, SideFormat
 from kvlathe.export.methods.groups import layer_lives
 from kvlathe.export.methods.lowrank import full_lanes
 from kvlathe.export.methods.method import Method
@@ -64,18 +65,23 @@ def made(
     whole = full_lanes(grid.stats.shape, grid.stats.rope)
     lanes: list[Lane] = []
     basis = Basis()
-    members: dict[tuple[Tier, Life], list[int]] = {}
+    members: dict[tuple[tuple[Tier, ...], Life], list[int]] = {}
     forms = zip(whole, choice.k, choice.v, choice.window, strict=True)
     for index, (lane, option_k, option_v, window) in enumerate(forms):
-        rank_k, k = grid.options[option_k]
-        rank_v, v = grid.options[option_v]
+        rank_k, form_k = grid.options[option_k]
+        rank_v, form_v = grid.options[option_v]
         life = own.get(lane.layer) or grid.lives[window]
-        members.setdefault((_tier(k, v, grid.page_tokens), life), []).append(index)
+        of_ages = zip(FORMS[form_k], FORMS[form_v], strict=True)
+        tiers = [
+            _tier(FORMATS[k], FORMATS[v], grid.page_tokens)
+            for k, v in itertools.islice(of_ages, life.cold_tiers[-1])
+        ]
+        members.setdefault((tuple(tiers), life), []).append(index)
         at = lane.layer, lane.head
         cut, basis[at] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
     groups = [
-        Group(tuple(of_kind), hot, (cold,), life)
+        Group(tuple(of_kind), hot, cold, life)
         for (cold, life), of_kind in members.items()
     ]
     return Chosen(tuple(lanes), basis, tuple(groups))

@@ -42,7 +42,8 @@ class CacheSettings:
     """Settings that no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
     K's grouped along the rank, V's along tokens. ``windowed``: fewer pages are held of
-    lanes that see windows, and first tokens may stay as they are.
+    lanes that see windows, and first tokens may stay as they are. ``aged``: older tokens
+    may have fewer bits than newer ones.
     ``layer_windows``: tokens that each layer's queries see in the model itself, their
     own included; 0 is all of them, and so is no number. ``max_seq_len``: tokens of the
     longest sequence that the engine takes; None: the model's.
@@ -54,6 +55,7 @@ class CacheSettings:
     seed: int = 0
     paired: bool = False
     windowed: bool = True
+    aged: bool = True
     layer_windows: tuple[int, ...] = ()
     max_seq_len: int | None = None
 

@@ -4,7 +4,6 @@ format for its K and for its V, and a window of tokens for both."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,7 +22,8 @@ from kvlathe.export.bases.rotation import (
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.plan.formats import Coding, Format
 from kvlathe.plan.heads import RANK_MULTIPLE
-from kvlathe.plan.lives import SEAL, Life, SealAfter, Window
+from kvlathe.plan.lives import SEAL, Age, Life, Paging, SealAfter, Window
+from kvlathe.plan.sight import NO_END
 
 Array = npt.NDArray[np.floating]
 Places = npt.NDArray[np.int64]
@@ -84,6 +84,50 @@ NEWEST = (128, 256, 512, 1024, 2048, 4096)
 priced on (export/search/measured.py), which says nothing of longer ones."""
 
 
+AGES = (128, 256, 512)
+"""Newest tokens that may have more bits than older ones."""
+PLAIN = tuple((form, form) for form in range(len(FORMATS)))
+AGED = tuple(
+    (young, old)
+    for young, old in itertools.permutations(range(len(FORMATS)), 2)
+    if FORMATS[young].bits > FORMATS[old].bits
+)
+FORMS = PLAIN + AGED
+"""Codes of one side of a lane, places in FORMATS: of newest tokens (and the first ones), and
+of older ones."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some tokens of the pages before a query's own: from token ``skip`` on, the ``sink``
+    first and those that are more than ``near`` and at most ``far`` tokens before its
+    page, whole pages."""
+
+    skip: int = 0
+    sink: int = 0
+    near: int = 0
+    far: int = NO_END
+
+    def is_some(self) -> bool:
+        """Whether it has tokens beside the first ones."""
+        return self.near < self.far
+
+
+NEAR = 512
+"""Tokens before a query's page whose codes are priced on short readings. What codes of
+others lose is priced on long ones: there are more of them (docs/history/auto.md)."""
+
+
+def parts_of(life: Life, first: int) -> list[list[Part]]:
+    """The parts that a life has in each of its cold tiers, near and distant; ``first``:
+    first tokens of any sequence, apart from those that are distant."""
+    young, far = life.newest_apart, life.reaches.recent
+    head = Part(life.stay_hot, first, 0, min(young or far, NEAR))
+    tiers = [[head], [Part(first, 0, young, min(far, NEAR))]] if young else [[head]]
+    tiers[-1].append(Part(first, 0, NEAR, far))
+    return [list(filter(Part.is_some, tier)) for tier in tiers]
+
+
 @dataclass(frozen=True)
 class Cut:
     """One side of one lane cut to a rank and turned: stored as (x - centre) into, read
@@ -96,10 +140,10 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Every form that a lane may take: option i of a side is a rank and a format, and
-    both sides see the same window. Bytes are those of a sequence of ``tokens`` tokens,
+    """Every form that a lane may take: option i of a side is a rank and one of FORMS, and
+    both sides have the same life. Bytes are those of a sequence of ``tokens`` tokens,
     its hot page in ``hot_bits`` a number counted; ``windowed``: whether lanes may have
-    windows.
+    windows; ``aged``: whether newest tokens may have more bits than older ones.
     """
 
     stats: Stats
@@ -108,6 +152,7 @@ class Grid:
     tokens: int
     hot_bits: int = 16
     windowed: bool = True
+    aged: bool = True
 
     @property
     def ranks(self) -> range:
@@ -116,8 +161,9 @@ class Grid:
         return range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE)
 
     @cached_property
-    def options(self) -> list[tuple[int, SideFormat]]:
-        return list(itertools.product(self.ranks, FORMATS))
+    def options(self) -> list[tuple[int, int]]:
+        """Ranks, and places in FORMS."""
+        return list(itertools.product(self.ranks, range(len(FORMS))))
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -125,16 +171,20 @@ class Grid:
 
     @cached_property
     def sizes(self) -> Places:
-        """Bytes of one side of a lane in a sealed page, [options]."""
-        sizes = []
-        for rank, form in self.options:
-            sizes.append(form.stored.page_bytes(rank, self.page_tokens))
-        return np.array(sizes)
+        """Bytes of one side of a lane in a sealed page of the young and of the old tier,
+        [2, options]."""
+        sizes = np.empty((2, len(self.options)), np.int64)
+        for place, (rank, form) in enumerate(self.options):
+            for tier, code in enumerate(FORMS[form]):
+                stored = FORMATS[code].stored
+                sizes[tier, place] = stored.page_bytes(rank, self.page_tokens)
+        return sizes
 
     @cached_property
     def lives(self) -> list[Life]:
         """Lives that a lane may have: all tokens stay, the first ones coded like the others
-        or as they are, or the windows that are smaller."""
+        or as they are, or the windows that are smaller; then all of them and the windows
+        again, with older tokens apart."""
         if not self.windowed:
             return [SEAL]
         page = self.page_tokens
@@ -142,34 +192,71 @@ class Grid:
         windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
         whole = self.tokens // page * page
         fitting = [life for life in windows if life.most < whole]
-        return [SEAL, *([SealAfter(sink)] if sink < whole else []), *fitting]
+        first = [SealAfter(sink)] if sink < whole else []
+        lives: list[Life] = [SEAL, *first, *fitting]
+        reaches = [NO_END, *(life.recent for life in fitting)]
+        for young in AGES if self.aged else ():
+            newest = _whole_pages(young, page)
+            lives += [
+                Age(0, newest, sink, recent)
+                for recent in reaches
+                if sink + newest < min(recent, whole)
+            ]
+        return lives
 
-    @property
-    def whole_first(self) -> Places:
-        """[lives]: 1 where the first tokens are never coded, else 0."""
-        return np.array([int(life.stay_hot > 0) for life in self.lives])
-
-    @property
+    @cached_property
     def windows(self) -> list[Life]:
-        """Those of ``lives`` that see less than all tokens."""
-        return [life for life in self.lives if life.sees.is_less]
+        """Those of ``lives`` that see less than all tokens, once for each window."""
+        by_sight = {life.reaches: life for life in reversed(self.lives) if life.drops}
+        return list(reversed(by_sight.values()))
+
+    def by_life(self, of_windows: Array) -> Array:
+        """[lanes, windows] -> [lanes, lives], 0 where all tokens are kept."""
+        places = {life.reaches: place for place, life in enumerate(self.windows)}
+        nothing = np.zeros((len(of_windows), 1))
+        every = np.concatenate([of_windows, nothing], 1)
+        return every[:, [places.get(life.reaches, -1) for life in self.lives]]
+
+    def parts_of(self, life: Life) -> list[list[Part]]:
+        """The parts that one of ``lives`` has in each of its cold tiers."""
+        return parts_of(life, _whole_pages(SINK, self.page_tokens))
+
+    def _parts(self, distant: bool) -> list[Part]:
+        found: dict[Part, None] = {}
+        for life in self.lives:
+            for part in itertools.chain(*self.parts_of(life)):
+                if (part.near >= NEAR) == distant:
+                    found[part] = None
+        return list(found)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The near ones of all lives, each once."""
+        return self._parts(distant=False)
+
+    @cached_property
+    def distant_parts(self) -> list[Part]:
+        """The distant ones."""
+        return self._parts(distant=True)
 
     @cached_property
     def pages(self) -> Places:
-        """Coded pages that each of ``lives`` holds of the sequence."""
-        page = self.page_tokens
-        whole = self.tokens // page * page
-        return self._held(lambda life: life.kept(whole) - life.stay_hot)
-
-    def _held(self, tokens: Callable[[Life], int]) -> Places:
-        return np.array([tokens(life) for life in self.lives]) // self.page_tokens
+        """Coded pages of either tier that each of ``lives`` holds of the sequence, those
+        that wait too: [2, lives]."""
+        counts: list[tuple[int, int]] = []
+        for life in self.lives:
+            at = Paging(self.page_tokens, life.cold_tiers[-1])
+            _, young, *old = life.written(at.whole(self.tokens), at)
+            counts.append((young, sum(old)))
+        return np.array(counts).T // self.page_tokens
 
     @cached_property
     def bytes(self) -> Places:
         """Bytes of one side of a lane in each life, [options, lives]."""
-        sealed = np.outer(self.sizes, self.pages)
+        sealed = self.sizes.T @ self.pages
         numbers = np.array([rank for rank, _ in self.options]) * self.page_tokens
-        hot = 1 + self._held(lambda life: life.stay_hot)
+        stay = [life.stay_hot // self.page_tokens for life in self.lives]
+        hot = 1 + np.array(stay)
         return sealed + np.outer(numbers * self.hot_bits // 8, hot)
 
     @cached_property

@@ -7,6 +7,7 @@ has; search.py bisects between.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -24,7 +25,13 @@ from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.composition import CacheSettings, Made
 from kvlathe.export.methods.compression import Compression
-from kvlathe.export.methods.forms import FORMATS, Array, Grid, SideFormat
+from kvlathe.export.methods.forms import (
+    FORMATS,
+    FORMS,
+    Array,
+    Grid,
+    SideFormat,
+)
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model import memory
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -43,6 +50,7 @@ from kvlathe.export.search.sensitivity import (
     QUERIES,
     Candidate,
     Candidates,
+    Distant,
     Losses,
     losses,
 )
@@ -131,7 +139,7 @@ def spread_over(layer_windows: Sequence[int]) -> bool:
 
 EXACT = SideFormat(8, "token").stored
 """Codes that err by nothing beside a cut."""
-PRICED = 10
+PRICED = 12
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
@@ -148,7 +156,8 @@ def price(
     tokens = min(sources.tokens, stats.shape.max_positions)
     # A layer with a window of its own keeps it, so none is chosen.
     windowed = form.windowed and not form.own_windows
-    grid = Grid(stats, form.page_tokens, form.seed, tokens, form.bits, windowed)
+    settings = form.page_tokens, form.seed, tokens, form.bits, windowed, form.aged
+    grid = Grid(stats, *settings)
     known_by = (
         checkpoint.digest,
         stats.digest,
@@ -156,7 +165,7 @@ def price(
         form.seed,
         sources.digest,
         [(code.bits, code.axis, code.span, code.coding) for code in FORMATS],
-        [life.words() for life in grid.lives],
+        [repr(life) for life in grid.lives],
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
@@ -164,9 +173,7 @@ def price(
         forms, windows = kept
         return Priced(grid, forms, windows, form.paired)
     found = _measured(checkpoint, grid, sources)
-    # All tokens cost nothing.
-    whole = np.zeros((len(found.windows), len(grid.lives) - len(grid.windows)))
-    windows = np.concatenate([whole, found.windows], 1)
+    windows = grid.by_life(found.windows)
     remember(path, found.forms, windows)
     return Priced(grid, found.forms, windows, form.paired)
 
@@ -192,19 +199,54 @@ def pricing_need(spec: DecoderSpec, tokens: int) -> memory.Need:
 
 
 def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
-    """``forms`` has every option of the grid. An error of a cut and one of codes are
-    independent, and codes err about as much at any rank (docs/auto.md): so cuts are
-    measured as they are, and codes at the whole rank alone."""
+    """``forms`` has every option of the grid in each of its lives."""
     model = uncompressed(checkpoint)
     readings = sources.readings(model, grid.seed)
     candidates = _candidates(grid, checkpoint.device)
     page, seed = grid.page_tokens, grid.seed
-    first = max(life.stay_hot for life in grid.lives)
-    found = losses(model, readings, candidates, grid.windows, page, seed, first)
-    cuts, codes = np.split(found.forms, [len(grid.ranks) - 1], -1)
+    distant = Distant(grid.distant_parts, _distant_codes(candidates))
+    found = losses(
+        model, readings, candidates, grid.windows, page, seed, grid.parts, distant
+    )
+    return dataclasses.replace(found, forms=of_lives(grid, found.forms, found.distant))
+
+
+FEW_BITS = [place for place, form in enumerate(FORMATS) if form.bits < EXACT.bits]
+"""Places of formats that are priced on far readings: 8 bits lose nothing there."""
+
+
+def _distant_codes(candidates: Candidates) -> Candidates:
+    """The whole rank in FEW_BITS."""
+
+    def codes(side: str, layer: int, head: int) -> list[Candidate]:
+        whole = candidates(side, layer, head)[-1]
+        few = tuple(whole.codes[place] for place in FEW_BITS)
+        return [dataclasses.replace(whole, codes=few)]
+
+    return codes
+
+
+def of_lives(grid: Grid, forms: Array, distant: Array) -> Array:
+    """[lives, 2 lanes, options] of losses by part: every cut, then the codes of the whole
+    rank; of ``distant`` parts FEW_BITS. An error of a cut and one of codes are independent, codes err about as much at
+    any rank (docs/auto.md), and tokens of different parts err apart."""
+    cuts, codes = np.split(forms, [len(grid.ranks) - 1], -1)
     cuts = np.pad(cuts, ((0, 0), (0, 0), (0, 1)))  # the whole rank cuts nothing
-    both = cuts[..., None] + codes[..., None, :]  # [2, 2 lanes, ranks, formats]
-    return Losses(both.reshape(*both.shape[:2], -1), found.windows)
+    by_part = dict(zip(grid.parts, codes, strict=True))
+    for part, lost in zip(grid.distant_parts, distant, strict=True):
+        by_part[part] = np.zeros(codes.shape[1:])
+        by_part[part][:, FEW_BITS] = lost
+    found: list[Array] = []
+    for life in grid.lives:
+        tiers = grid.parts_of(life)
+        of_codes = np.zeros((codes.shape[1], len(FORMS)))
+        for parts, own in zip(tiers, zip(*FORMS, strict=True), strict=False):
+            for part in parts:
+                of_codes += by_part[part][:, own]
+        cut = cuts[grid.parts.index(tiers[0][0])]
+        both = cut[..., None] + of_codes[:, None]  # [2 lanes, ranks, forms]
+        found.append(both.reshape(len(both), -1))
+    return np.stack(found)
 
 
 def _candidates(grid: Grid, device: torch.device) -> Candidates:

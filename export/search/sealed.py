@@ -33,6 +33,7 @@ from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.sight import Sight
 
 SCORES_AT_ONCE = 1 << 21
 """Scores of old tokens in memory at a time: what a CPU's caches hold (eight times as
@@ -81,17 +82,29 @@ class SealedAttend(AttendLayer):
         return seals
 
     @cached_property
-    def young(self) -> list[tuple[Seal, int]]:
-        """The seal of each active lane's newest tokens, and how many these are: 0 where it
-        is that of older ones."""
+    def young(self) -> list[Young]:
+        """The codes of each active lane's newest tokens."""
         index = self.plan.index
-        found: list[tuple[Seal, int]] = []
+        found: list[Young] = []
         for lane, seal in zip(self.sizes.lanes, self.seals, strict=True):
             group = index.groups[index.number(lane.layer, lane.head)]
-            newest = group.life.newest_apart
+            life = group.life
+            newest = life.newest_apart
             own = dataclasses.replace(seal, tier=group.cold[0]) if newest else seal
-            found.append((own, newest))
+            found.append(Young(own, newest, life.first_apart))
         return found
+
+    @property
+    def windows(self) -> LaneWindows | None:
+        """The windows in which lanes see earlier pages, where tokens move after each."""
+        index = self.plan.index
+        sights: list[Sight] = []
+        for lane in self.sizes.lanes:
+            sights.append(
+                index.groups[index.number(lane.layer, lane.head)].life.reaches
+            )
+        device = self.table("layout").device
+        return LaneWindows.of_sights(sights, self.plan.page_tokens, device)
 
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         """q [H, G, T, Rk], k [H, T, Rk], v [H, T, Rv] -> [H, G, T, Rv]; each sequence
@@ -149,17 +162,22 @@ class SealedAttend(AttendLayer):
         whole = (k.shape[1] - 1) // page * page
         outputs = []
         for head, seal in enumerate(self.seals):
+            young = self.young[head]
             sealed = seal(k[head, :whole], v[head, :whole])
-            young, recent = self.young[head]
-            newest = young(k[head, :whole], v[head, :whole]) if recent else sealed
+            newest = young.seal(k[head, :whole], v[head, :whole])
+            read_k, read_v = (
+                torch.cat([own[: young.first], older[young.first :]])
+                for own, older in zip(newest, sealed, strict=True)
+            )
             lane = LaneTokens(
                 k[head],
                 v[head],
-                *sealed,
+                read_k,
+                read_v,
                 page,
                 self.windows and self.windows.of(head),
                 *newest,
-                recent,
+                young.recent,
             )
             outputs.append(lane.attended(q[head], places))
         return torch.stack(outputs)
@@ -167,11 +185,10 @@ class SealedAttend(AttendLayer):
     def _as_read(self, q: Tensor, k: Tensor, v: Tensor) -> list[ReadTier]:
         """Whole pages as they are read: older ones, then the newest where some lane has
         another tier for those. k and v [H, N, rank]."""
-        young, recent = zip(*self.young, strict=True)
-        pages = torch.tensor(recent, device=k.device) // self.plan.page_tokens
-        tiers = [ReadTier.of(self.seals, q, k, v, pages, old=True)]
-        if any(recent):
-            tiers.append(ReadTier.of(young, q, k, v, pages, old=False))
+        tiers = [ReadTier.of(self.seals, q, k, v, self.young, old=True)]
+        if any(young.recent for young in self.young):
+            seals = [young.seal for young in self.young]
+            tiers.append(ReadTier.of(seals, q, k, v, self.young, old=False))
         return tiers
 
     def _earlier(self, tier: ReadTier, rows: slice) -> SoftmaxState:
@@ -189,7 +206,7 @@ class SealedAttend(AttendLayer):
         later = pages <= 0
         scores = capped(q @ keys.mT, self.plan.model.softcap)  # [H, G, T, N]
         scores = scores.masked_fill(later, -torch.inf)
-        hidden = tier.elsewhere(pages)  # [H, T, N]
+        hidden = tier.elsewhere(pages, token, page)  # [H, T, N]
         if self.windows is not None:
             hidden = hidden | self.windows.hidden(place[None], token[None])
         scores = scores.masked_fill((hidden & ~later)[:, None], NEVER)
@@ -203,17 +220,28 @@ class SealedAttend(AttendLayer):
 
 
 @dataclass(frozen=True)
+class Young:
+    """The codes of a lane's newest tokens, ``recent`` of them, and of its ``first`` ones;
+    0 and 0 where they are those of all."""
+
+    seal: Seal
+    recent: int
+    first: int
+
+
+@dataclass(frozen=True)
 class ReadTier:
     """Whole pages of every lane as one tier has them: ``queries`` [H, G, T, Rk] as
     products with its codes take them, ``keys`` and ``values`` [H, N, rank] as they are
-    read back. Of the pages before a query's own it shows the ``recent`` [H] nearest or,
-    where it is ``old``, all but these."""
+    read back. Of the pages before a query's own it shows the ``recent`` tokens nearest
+    to it and the ``first`` ones, [H, 1, 1], or, where it is ``old``, all but these."""
 
     seals: Sequence[Seal]
     queries: Tensor
     keys: Tensor
     values: Tensor
     recent: Tensor
+    first: Tensor
     old: bool
 
     @classmethod
@@ -223,7 +251,7 @@ class ReadTier:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        recent: Tensor,
+        young: Sequence[Young],
         old: bool,
     ) -> ReadTier:
         """The pages of all lanes, each read through its own seal."""
@@ -234,12 +262,14 @@ class ReadTier:
             keys.append(read_k)
             values.append(read_v)
         read = [torch.stack(every) for every in (queries, keys, values)]
-        return cls(seals, read[0], read[1], read[2], recent, old)
+        numbers = [(one.recent, one.first) for one in young]
+        recent, first = torch.tensor(numbers, device=k.device).T[..., None, None]
+        return cls(seals, read[0], read[1], read[2], recent, first, old)
 
-    def elsewhere(self, pages: Tensor) -> Tensor:
-        """[H, T, N]: which tokens another tier shows, so many ``pages`` [T, N] before
-        the query's."""
-        near = pages <= self.recent[:, None, None]
+    def elsewhere(self, pages: Tensor, token: Tensor, page: int) -> Tensor:
+        """[H, T, N]: which tokens, at the places ``token`` [N], another tier shows, so many
+        ``pages`` [T, N] of ``page`` tokens before the query's."""
+        near = (pages * page <= self.recent) | (token < self.first)
         return near if self.old else ~near
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.base.console import working
+from kvlathe.export.attention.softmax_state import capped
+from kvlathe.export.methods.forms import Part
 from kvlathe.export.model.layered import LayeredModel, LayerPull
 from kvlathe.export.model.plain_attention import PlainAttention, seen_from
 from kvlathe.export.model.sliced_head import Slopes
@@ -40,8 +43,12 @@ Array = npt.NDArray[np.floating]
 
 QUERIES = 256
 """Queries of a sequence that are drawn to attend with every form."""
+FAR_QUERIES = 96
+"""The same of a far one, for forms of distant parts."""
 FORWARD = 0.25
 """Share of a reading's time that its forward pass takes, for who watches."""
+MOST_CHANGE = 60.0
+"""Of a score by codes: its exponential is still a number. Softmax has long decided then."""
 EVEN = 0.25
 """Share of the draws that goes to all queries alike; a small gradient may still belong
 to a large change."""
@@ -185,30 +192,39 @@ class LaneMoves:
         page: int,
         queries: Queries,
         attention: PlainAttention = UNSCALED,
-        first: int = 0,
+        parts: Sequence[Part] = (),
+        positions: Tensor | None = None,
     ) -> None:
         """``attention``: the lane's in the model itself, of scores that are scaled.
-        ``first``: tokens of the pages that may stay as they are."""
+        ``parts``: of the pages before a query's own, those that are read as codes.
+        ``positions`` [T]: of the tokens, in whole pages; None where these have no gaps."""
         missing = -lane.k.shape[0] % page
         self.k = F.pad(lane.k, (0, 0, 0, missing))
         self.v = F.pad(lane.v, (0, 0, 0, missing))
         self.page = page
-        self.first = first
         self.queries = queries
         self.q = lane.q[:, queries.places]  # [G, R, d]
         self.pull = lane.pull[:, :, queries.places]  # [S, G, R, d]
-        device = queries.device
-        self.places = torch.arange(len(self.k), device=device)
+        self.places = torch.arange(len(self.k), device=queries.device)
         self.attention = attention
         # [R, T]
         self.seen = seen_from(queries.places, self.places, attention.window)
-        self.page_of = queries.places // page
-        # [R, T]: a token of the query's page
-        self.own = self.places // page == self.page_of[:, None]
         self.shares = self._softmax(self.q @ self.k.mT)  # [G, R, T]
         # What a share of each value adds to the scores, [S, G, R, T].
         self.worth = self.pull @ self.v.mT
         self.before = self._worth_of(self.shares)  # [S, G, R]
+        at = self.places if positions is None else positions
+        self.parts = self._pages_of(parts, at)  # [R, pages, parts]
+
+    def _pages_of(self, parts: Sequence[Part], positions: Tensor) -> Tensor:
+        """[R, pages, parts]: 1 for a page that a query reads as codes, else 0."""
+        first = positions[:: self.page]
+        before = first[self.queries.places // self.page][:, None] - first
+        pages = self.q.new_zeros(*before.shape, len(parts))
+        for i, part in enumerate(parts):
+            inside = (before > part.near) & (before <= part.far) | (first < part.sink)
+            pages[..., i] = inside & (first >= part.skip) & (before > 0)
+        return pages
 
     def _softmax(self, scores: Tensor) -> Tensor:
         return self.attention.shares(scores, self.seen)
@@ -217,43 +233,48 @@ class LaneMoves:
         return torch.einsum("grj,sgrj->sgr", shares, self.worth)
 
     def keys(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
-        """Sums of squared moves for each code of each form of K, [2]: all pages coded, and
-        the first as they are."""
-        rows = torch.arange(len(self.page_of), device=self.queries.device)
+        """Sums of squared moves for each code of each form of K, [parts]: where the pages
+        of that part alone are coded."""
+        softcap = self.attention.softcap
         for form in forms:
             kept = (self.k - form.centre) @ form.into  # [T, rank]
             q = self.q @ form.back  # [G, R, rank]
-            own_page = kept.unflatten(0, (-1, self.page))[self.page_of]  # [R, P, rank]
-            # [R, G, P]: scores of hot tokens
-            fresh = torch.einsum("grd,rpd->rgp", q, own_page)
-            first = q @ kept[: self.first].mT  # [G, R, first]
+            fresh = q @ kept.mT  # [G, R, T]
+            shares = self._softmax(fresh.clone())
+            start = self._worth_of(shares)[..., None]
             for code in form.codes:
-                scores = q @ rounded(kept, code, self.page).mT  # [G, R, T]
-                pages = scores.unflatten(-1, (-1, self.page))  # [G, R, pages, P]
-                pages[:, rows, self.page_of] = fresh.transpose(0, 1)
-                coded = self._moved(self._worth_of(self._softmax(scores)))
-                scores[..., : self.first] = first
-                whole = self._moved(self._worth_of(self._softmax(scores)))
-                yield torch.stack([coded, whole])
+                error = rounded(kept, code, self.page) - kept
+                change = q @ error.mT
+                if softcap:
+                    change = capped(fresh + change, softcap) - capped(fresh, softcap)
+                # exp(x + c) is exp(x) and expm1(c) of it more.
+                more = change.clamp_(max=MOST_CHANGE).expm1_().mul_(shares)
+                mass = self._by_part(self._by_page(more))
+                worth = [self._by_page(more * own) for own in self.worth]
+                after = start + self._by_part(torch.stack(worth))
+                yield self._moved(after / (1 + mass))
 
     def values(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
         """The same for each code of each form of V."""
-        elsewhere = self.shares.masked_fill(self.own, 0.0)
-        here = self.shares - elsewhere
+        shares = self.shares.unflatten(-1, (-1, self.page))  # [G, R, pages, P]
         for form in forms:
             kept = (self.v - form.centre) @ form.into  # [T, rank]
-            fresh = here @ kept + elsewhere @ kept  # [G, R, rank]: no page is coded
             pull = self.pull @ form.back  # [S, G, R, rank]
-            centre = self.pull @ form.centre
-            start = elsewhere[..., : self.first]
+            start = (pull * (self.shares @ kept)).sum(-1) + self.pull @ form.centre
             for code in form.codes:
                 error = rounded(kept, code, self.page) - kept  # [T, rank]
-                coded = fresh + elsewhere @ error
-                whole = coded - start @ error[: self.first]
-                moved = [
-                    self._moved((pull * x).sum(-1) + centre) for x in (coded, whole)
-                ]
-                yield torch.stack(moved)
+                error = error.unflatten(0, (-1, self.page))
+                moved = torch.einsum("grpj,pjd->grpd", shares, error)
+                worth = torch.einsum("sgrd,grpd->sgrp", pull, moved)
+                yield self._moved(start[..., None] + self._by_part(worth))
+
+    def _by_page(self, x: Tensor) -> Tensor:
+        """[..., T] -> sums of its pages, [..., pages]."""
+        return x.unflatten(-1, (-1, self.page)).sum(-1)
+
+    def _by_part(self, x: Tensor) -> Tensor:
+        """[..., R, pages] -> sums of the pages of each part, [..., R, parts]."""
+        return torch.einsum("...rp,rpc->...rc", x, self.parts)
 
     def windows(
         self, firsts: Iterable[tuple[int, Tensor]], positions: Tensor
@@ -267,26 +288,87 @@ class LaneMoves:
             whole = seen.sum(-1, keepdim=True)  # [G, R, 1]
             if self.attention.sinks is not None:
                 whole = whole + 1 - self.shares.sum(-1, keepdim=True)
-            yield self._moved(self._worth_of(seen / whole))
+            yield self._moved(self._worth_of(seen / whole)[..., None])[0]
 
     def _moved(self, after: Tensor) -> Tensor:
-        """after [S, G, R] -> one number, left where it is: reading it would make a GPU
-        wait for every form. The query heads of a token move together."""
-        return ((after - self.before).sum(1).square() * self.queries.weights).sum()
+        """after [S, G, R, parts] -> [parts], left where they are: reading them would make
+        a GPU wait for every form. The query heads of a token move together."""
+        moves = (after - self.before[..., None]).sum(1)  # [S, R, parts]
+        weights = self.queries.weights.to(moves.dtype)
+        return torch.einsum("src,r->c", moves.square(), weights)
 
 
 Candidates = Callable[[str, int, int], list[Candidate]]
 """("k" or "v", layer, head) -> the forms of that side of that lane."""
 
 
+def _no_forms(side: str, layer: int, head: int) -> list[Candidate]:
+    return []
+
+
+@dataclass(frozen=True)
+class Distant:
+    """Parts that are priced on far readings, and the forms that are."""
+
+    parts: Sequence[Part]
+    forms: Candidates
+
+
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Cost of each form, in units of the score: ``forms`` [2, 2 * lanes, options], all
-    pages coded or the first as they are, K lanes then V lanes; ``windows`` [lanes,
-    windows]."""
+    """Cost of each form, in units of the score: ``forms`` [parts, 2 * lanes, options],
+    pages of one part coded, K lanes then V lanes; ``windows`` [lanes, windows];
+    ``distant`` as ``forms``, of distant parts."""
 
     forms: Array
     windows: Array
+    distant: Array
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The forms that lanes are moved by over one sequence: as in ``losses``.
+    ``positions``: of its tokens, in whole pages."""
+
+    positions: Sequence[int]
+    page: int
+    forms: Candidates
+    parts: Sequence[Part]
+    windows: Sequence[Life]
+    distant: Distant
+    device: torch.device
+
+    @cached_property
+    def firsts(self) -> list[tuple[int, Tensor]]:
+        """Those of every window, as in ``LaneMoves.windows``."""
+        at = self.positions, self.page, self.device
+        return [first_seen(life.reaches, *at) for life in self.windows]
+
+    def near(
+        self, layer: ObservedLayer, head: int, draw: torch.Generator
+    ) -> Iterator[tuple[str, Iterator[Tensor]]]:
+        """What moves of a near reading are of, and they."""
+        lane = layer.lanes[head]
+        queries = Queries.drawn(lane.pull, draw)
+        moves = LaneMoves(lane, self.page, queries, layer.attention[head], self.parts)
+        yield "k", moves.keys(self.forms("k", layer.layer, head))
+        yield "v", moves.values(self.forms("v", layer.layer, head))
+
+    def far(
+        self, layer: ObservedLayer, head: int, draw: torch.Generator
+    ) -> Iterator[tuple[str, Iterator[Tensor]]]:
+        """The same of a far one."""
+        lane, attention = layer.lanes[head], layer.attention[head]
+        positions = torch.tensor(self.positions, device=self.device)
+        moves = LaneMoves(lane, self.page, Queries.drawn(lane.pull, draw), attention)
+        windows = moves.windows(self.firsts, positions)
+        yield "window", (lost[None] for lost in windows)
+        few = Queries.drawn(lane.pull, draw, FAR_QUERIES)
+        parts = self.distant.parts
+        moves = LaneMoves(lane, self.page, few, attention, parts, positions)
+        forms = self.distant.forms
+        yield "distant k", moves.keys(forms("k", layer.layer, head))
+        yield "distant v", moves.values(forms("v", layer.layer, head))
 
 
 def losses(
@@ -296,50 +378,47 @@ def losses(
     windows: Sequence[Life],
     page: int,
     seed: int = 0,
-    first: int = 0,
+    parts: Sequence[Part] = (),
+    distant: Distant | None = None,
 ) -> Losses:
-    """Measure the cost of each code of each form, and of each window, summed over
-    ``readings``.
+    """Measure the cost of each code of each form in each of ``parts``, and of each window,
+    summed over ``readings``.
 
-    ``page`` tokens are read as they are before they are coded; ``first`` tokens may stay
-    so. Readings that are ``far`` price the windows, the others the forms.
+    ``page`` tokens are read as they are before they are coded. Readings that are ``far``
+    price the windows, and the forms of ``distant`` parts; the others the forms.
     """
-    device = model.device
-    draw = torch.Generator(device).manual_seed(seed)
+    draw = torch.Generator(model.device).manual_seed(seed)
     lanes = len(model.spec.shape.places)
-    of_keys: list[Array] = [np.zeros((1, 2))] * lanes
-    of_values: list[Array] = [np.zeros((1, 2))] * lanes
-    of_windows: list[Array] = [np.zeros(len(windows))] * lanes
+    distant = distant or Distant((), _no_forms)
+    widths = {"k": len(parts), "v": len(parts), "window": 1}
+    widths |= {"distant k": len(distant.parts), "distant v": len(distant.parts)}
+    sums: dict[str, list[Array]] = {
+        kind: [np.zeros((1, width))] * lanes for kind, width in widths.items()
+    }
+    sums["window"] = [np.zeros((len(windows), 1))] * lanes
     with working("measuring sensitivity", len(readings)) as advance:
         for reading in readings:
             # What fills up the last page comes after all of them.
             missing = -len(reading.ids) % page
             positions = (*reading.positions, *[NO_END] * missing)
-            places = torch.tensor(positions, device=device)
-            firsts = [
-                first_seen(life.sees, positions, page, device) for life in windows
-            ]
+            asked = Asked(positions, page, forms, parts, windows, distant, model.device)
             layers = observe(model, reading, draw, lambda x: advance(x * FORWARD))
             for observed in layers:
                 before = model.spec.shape.lanes_before(observed.layer)
-                for head, lane in enumerate(observed.lanes):
-                    i = before + head
+                for head in range(len(observed.lanes)):
                     with torch.inference_mode():
-                        queries = Queries.drawn(lane.pull, draw)
-                        attention = observed.attention[head]
-                        moves = LaneMoves(lane, page, queries, attention, first)
-                        if reading.far:
-                            found = moves.windows(firsts, places)
-                            of_windows[i] = _plus(of_windows[i], reading, found)
-                        else:
-                            at = (observed.layer, head)
-                            keys = moves.keys(forms("k", *at))
-                            of_keys[i] = _plus(of_keys[i], reading, keys)
-                            values = moves.values(forms("v", *at))
-                            of_values[i] = _plus(of_values[i], reading, values)
+                        moves = asked.far if reading.far else asked.near
+                        for kind, moved in moves(observed, head, draw):
+                            own = sums[kind]
+                            own[before + head] = _plus(
+                                own[before + head], reading, moved
+                            )
                     advance((1 - FORWARD) / lanes)
-    of_forms = np.moveaxis(np.stack([*of_keys, *of_values]), -1, 0)
-    return Losses(of_forms, np.stack(of_windows))
+    of_forms, of_distant = (
+        np.moveaxis(np.stack(sums[f"{name}k"] + sums[f"{name}v"]), -1, 0)
+        for name in ("", "distant ")
+    )
+    return Losses(of_forms, np.stack(sums["window"])[..., 0], of_distant)
 
 
 def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:

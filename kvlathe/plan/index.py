@@ -33,7 +33,8 @@ from kvlathe.plan.token_score import ObservationWindow
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Lanes (indices, ascending) whose tokens lie in the same pages, and the ``tier`` of
-    those. ``number``: its place among all.
+    those. ``number``: its place among all; ``place``: among those of its group, the hot
+    one first.
 
     ``hot``: the bucket where these lanes' new tokens arrive, maybe this one. ``cold``: of
     a hot one, the buckets that its tokens go on to; empty where they stay. ``lives``: of
@@ -44,6 +45,7 @@ class Bucket:
     """
 
     number: int
+    place: int
     lanes: tuple[int, ...]
     tier: Tier
     stage: int
@@ -110,7 +112,12 @@ class Route:
         is."""
         if len(self.buckets) == 1:
             return None
-        return self.groups[0].life.stay_hot // self.page_tokens
+        return self.stay_hot // self.page_tokens
+
+    @property
+    def stay_hot(self) -> int:
+        """The first tokens that stay in the hot bucket."""
+        return self.groups[0].life.stay_hot
 
     def held(self, tokens: int) -> tuple[int, ...]:
         """Tokens in each of ``buckets`` once ``tokens`` have arrived and moved."""
@@ -230,6 +237,7 @@ class PlanIndex:
         first, place = members[0]
         return Bucket(
             number=number,
+            place=place,
             lanes=tuple(sorted(lanes)),
             tier=first.tiers[place],
             stage=_stage_of(self.plan, first),

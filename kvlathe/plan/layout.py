@@ -255,10 +255,11 @@ class CacheLayout:
     def pages_of(self, lengths: Sequence[int], arrived: Sequence[int]) -> list[int]:
         """Pages of each bucket of a sequence, from what a page table says of it: tokens
         that each bucket holds, and that have arrived there."""
-        counts: list[int] = []
-        for bucket in self.plan.index.buckets:
-            tokens = lengths[bucket.number]
-            if bucket.waits:
-                tokens = arrived[bucket.hot] - lengths[bucket.hot]
-            counts.append(-(-tokens // self.plan.page_tokens))
-        return counts
+        tokens = list(lengths)
+        for route in self.plan.index.routes:
+            hot = route.buckets[0]
+            settled = arrived[hot] - lengths[hot] + route.stay_hot
+            for b, count in zip(route.buckets, route.written(settled), strict=True):
+                if self.plan.index.buckets[b].waits:
+                    tokens[b] = count
+        return [-(-count // self.plan.page_tokens) for count in tokens]

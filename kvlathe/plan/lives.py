@@ -24,184 +24,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
+from kvlathe.plan.life import Life, Paging, Problem
 from kvlathe.plan.moves import NOTHING, Drop, Moves, Selection, Shown, Span, Target
-from kvlathe.plan.sight import NO_END, SEES_ALL, Sight
-
-Problem = tuple[str, str]
-"""A fact and the reason why it cannot be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Paging:
-    """The numbers beside its own that a life's counts depend on.
-
-    ``page``: tokens of a page, P. ``cold``: how many cold tiers its group has.
-    ``prompt_step``: a prompt's tokens move each time that so many of them are cached, and
-    at its end (0: only there). In a decode they may move after each token.
-    """
-
-    page: int
-    cold: int = 0
-    prompt_step: int = 0
-
-    def whole(self, tokens: int) -> int:
-        """The part of ``tokens`` tokens that is in full pages."""
-        return tokens // self.page * self.page
-
-    def pages(self, tokens: int) -> int:
-        """Pages that hold ``tokens`` tokens."""
-        return -(-tokens // self.page)
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """The questions that every life answers, answered as most do: where there is a cold
-    tier, full pages are sealed into it, and the page that is being filled stays hot; then
-    those that the life does not keep leave the tier where they are.
-
-    ``by_saliency``: it chooses tokens by saliency, so the plan says what a token is
-    ranked by; else pages leave by position, after the sink the oldest first. ``drops``:
-    some tokens leave the cache. ``seals``: full pages become cold as they are, so that
-    groups of such lives can have one hot page together.
-    """
-
-    by_saliency: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
-    seals: ClassVar[bool] = True
-
-    kind: str = field(default="", init=False)
-
-    # -- the life's own numbers --------------------------------------------------------
-    @property
-    def stay_hot(self) -> int:
-        """The first tokens that stay in the hot tier, whole pages, where full pages of
-        the others are sealed. Groups share a hot page only where it is the same."""
-        return 0
-
-    @property
-    def newest_apart(self) -> int:
-        """The newest tokens in full pages that are in the first cold tier, where older
-        ones are in the second; 0 where cold tiers do not go by age."""
-        return 0
-
-    @property
-    def cold_tiers(self) -> range:
-        """Numbers of cold tiers that its group may have."""
-        return range(2)
-
-    @property
-    def sees(self) -> Sight:
-        """The part of its tokens that queries see."""
-        return SEES_ALL
-
-    @property
-    def most(self) -> int:
-        """Tokens of full pages that it keeps at most."""
-        return self.sees.most
-
-    @property
-    def compaction(self) -> float | None:
-        """The share of a prefix's KV pairs that stays when the prefix is compacted; None
-        where none can be."""
-        return None
-
-    def words(self, cold: int = 0) -> str:
-        """For people: which tokens are in the cold tier ``cold``, or in the hot one where
-        there is no other."""
-        return "all"
-
-    def problem(self, page_tokens: int) -> Problem | None:
-        """A fault of its numbers, where a page holds ``page_tokens``; None for none."""
-        return None
-
-    def ranks_in(self, tier: int) -> bool:
-        """Whether tokens are ranked while they are in a tier: 0 is the hot one, then the
-        cold ones. Pages have their scores there."""
-        return self.by_saliency
-
-    def leaves(self, tier: int) -> bool:
-        """Whether pages leave a tier, counted as in ``ranks_in``."""
-        return self.drops
-
-    def waits(self, tier: int) -> bool:
-        """Whether pages are written to a tier, counted so, before queries see them
-        there."""
-        return False
-
-    # -- counts ------------------------------------------------------------------------
-    def written(self, tokens: int, at: Paging) -> tuple[int, ...]:
-        """Tokens in pages of each tier, once ``tokens`` have arrived and moved: those
-        that are ``held``, and those of pages that wait."""
-        return self.held(tokens, at)
-
-    def kept(self, whole: int) -> int:
-        """Tokens that stay of ``whole`` tokens in full pages."""
-        return min(whole, self.most)
-
-    def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
-        """Tokens in the hot tier and in each cold one, once ``tokens`` have arrived and
-        moved."""
-        whole = at.whole(tokens)
-        kept = self.kept(whole)
-        tail = tokens - whole
-        return (tail, kept) if at.cold else (kept + tail,)
-
-    def shared(self, tokens: int) -> tuple[int, int]:
-        """The numbers (first, newest) of tokens that a sequence holds which ends after
-        ``tokens`` tokens, whole pages: what a prefix keeps."""
-        kept = self.kept(tokens)
-        first = min(kept, self.sees.sink)
-        return first, kept - first
-
-    def moves(
-        self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
-    ) -> Moves:
-        """Moves that make ``held(arrived)`` come true. ``buckets``: of the hot tier
-        and of each cold one; ``lengths``: tokens in all buckets of the plan, those of this
-        step included."""
-        bucket = buckets[-1]
-        length = lengths[bucket]
-        seals = 0
-        if at.cold:
-            seals = lengths[buckets[0]] // at.page
-            length += seals * at.page
-        held = self.held(arrived, at)[-1]
-        if length <= held:
-            return Moves(seals) if seals else NOTHING
-        tail = 0 if at.cold else arrived % at.page
-        return self._cut(seals, bucket, length, held, tail, at)
-
-    def _cut(
-        self, seals: int, bucket: int, length: int, held: int, tail: int, at: Paging
-    ) -> Moves:
-        """``seals`` pages are sealed, then ``bucket`` goes from ``length`` tokens back to
-        ``held``. Its ``tail`` newest tokens are in a page that is being filled."""
-        pages = (length - held) // at.page
-        return Moves(seals, drops=(Drop(bucket, self.sees.sink // at.page, pages),))
-
-    def worst(self, tokens: int, prompt: int, at: Paging) -> tuple[int, ...]:
-        """Pages of each tier that a sequence growing to ``tokens`` tokens, of which up to
-        ``prompt`` are its prompt, can need at one time."""
-        decode = self._peak(tokens, self._decode_step(at), at)
-        return tuple(map(max, decode, self._peak(prompt, at.prompt_step or prompt, at)))
-
-    def _decode_step(self, at: Paging) -> int:
-        """Tokens between two moves of a decode."""
-        return at.page
-
-    def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
-        """Pages of each tier that are needed at one time by up to ``tokens`` tokens that
-        move every ``step``; the pages that moves fill are beside those that they
-        empty."""
-        whole = at.whole(tokens)
-        chooses = self.by_saliency and self.kept(whole) < whole
-        moved = at.pages(self.most) if chooses else 0  # kept tokens go to new pages
-        if at.cold:
-            cold = at.pages(min(whole, self.most + step)) + moved
-            return at.pages(min(tokens, step)), cold
-        # What is chosen of a prompt ends with a page in part.
-        part = chooses and step > at.page and tokens > self.most + at.page
-        return (at.pages(min(tokens, self.most + step)) + moved + part,)
+from kvlathe.plan.sight import NO_END, Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,22 +106,32 @@ class SealAfter(Life):
 
 @dataclass(frozen=True, slots=True)
 class Age(Life):
-    """Every token stays. The ``first`` tokens stay hot. Of the others in full pages the
-    ``young`` newest are in the first cold tier, older ones in the second.
+    """The ``first`` tokens stay hot. Of the others in full pages the first cold tier has
+    the ``sink`` first and the ``young`` newest, the second has older ones: of the newest
+    ``recent`` alone, where those are not all.
 
     A page is sealed into both tiers at once, so nothing is coded twice. In the second it
-    waits until it leaves the first: each query sees a token once.
+    waits until it leaves the first: each query sees a token once. Pages leave when tokens
+    move, and no mask hides them before.
 
     >>> life = Age(first=64, young=256)
     >>> life.held(1000, Paging(page=64, cold=2))
     (104, 256, 640)
     >>> life.written(1000, Paging(page=64, cold=2))
     (104, 256, 896)
+    >>> Age(first=0, young=128, sink=64, recent=512).held(1000, Paging(page=64, cold=2))
+    (40, 192, 384)
     """
 
     first: int
     young: int
+    sink: int = 0
+    recent: int = NO_END
     kind: str = field(default="age", init=False)
+
+    @property
+    def drops(self) -> bool:
+        return self.reaches.is_less
 
     @property
     def stay_hot(self) -> int:
@@ -307,42 +142,68 @@ class Age(Life):
         return self.young
 
     @property
+    def first_apart(self) -> int:
+        return self.first + self.sink
+
+    @property
+    def reaches(self) -> Sight:
+        return Sight(self.first_apart, self.recent)
+
+    @property
     def cold_tiers(self) -> range:
         return range(2, 3)
 
     def words(self, cold: int = 0) -> str:
         if cold:
-            return "older"
+            return f"older of {self.recent:,} newest" if self.drops else "older"
+        newest = f"{self.young:,} newest"
+        if self.sink:
+            return f"{self.sink:,} first, {newest}"
         others = f", without the {self.first:,} first" if self.first else ""
-        return f"{self.young:,} newest{others}"
+        return f"{newest}{others}"
 
     def problem(self, page_tokens: int) -> Problem | None:
-        fits = 0 <= self.first < NO_END and 0 < self.young < NO_END
-        if not fits or self.first % page_tokens or self.young % page_tokens:
+        firsts = self.first, self.sink
+        fits = all(0 <= tokens < NO_END for tokens in firsts)
+        fits &= 0 < self.young < self.recent <= NO_END
+        numbers = *firsts, self.young, self.recent
+        if not fits or any(tokens % page_tokens for tokens in numbers):
             fact = (
-                f"{self.first} first and {self.young} newest tokens have other formats"
+                f"{self.first + self.sink} first and {self.young} newest of "
+                f"{self.recent} tokens have other formats"
             )
-            return fact, f"these are whole pages of {page_tokens}"
+            return (
+                fact,
+                f"these are whole pages of {page_tokens}, each more than before",
+            )
         return None
 
     def leaves(self, tier: int) -> bool:
-        return tier == 1
+        return tier == 1 or (tier == 2 and self.drops)
 
     def waits(self, tier: int) -> bool:
         return tier == 2
 
     def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
         hot, near, every = self.written(tokens, at)
-        return hot, near, every - near
+        return hot, near, every - max(0, near - self.sink)
 
     def written(self, tokens: int, at: Paging) -> tuple[int, ...]:
         whole = at.whole(tokens)
         first = min(self.first, whole)
-        sealed = whole - first
-        return first + tokens - whole, min(sealed, self.young), sealed
+        sink, near, every = self._cold(whole - first)
+        return first + tokens - whole, sink + near, every
 
-    def shared(self, tokens: int) -> tuple[int, int]:
-        return 0, min(max(0, tokens - self.first), self.young)
+    def _cold(self, sealed: int) -> tuple[int, int, int]:
+        """Of ``sealed`` tokens: the sink, the newest apart, and all those after the sink
+        that stay."""
+        sink = min(sealed, self.sink)
+        every = min(sealed - sink, self.recent)
+        return sink, min(every, self.young), every
+
+    def shared(self, tokens: int, tier: int) -> tuple[int, int]:
+        sink, near, every = self._cold(max(0, tokens - self.first))
+        return (sink, near) if tier == 1 else (0, every)
 
     def moves(
         self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
@@ -353,16 +214,26 @@ class Age(Life):
         if seals <= 0:
             return NOTHING
         _, near, far = self.held(arrived, at)
-        passed = (lengths[young] - near) // at.page + seals
-        drops = (Drop(young, 0, passed),) if passed else ()
-        return Moves(seals, drops=drops, first=first, shown=(Shown(old, far),))
+        *_, every = self.written(arrived, at)
+        written = lengths[old] + max(0, lengths[young] - self.sink)
+        drops = (
+            Drop(
+                young, self.sink // at.page, (lengths[young] - near) // at.page + seals
+            ),
+            Drop(old, 0, (written - every) // at.page + seals),
+        )
+        made = tuple(drop for drop in drops if drop.pages)
+        return Moves(seals, drops=made, first=first, shown=(Shown(old, far),))
 
     def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
         whole = at.whole(tokens)
         sealed = whole - min(self.first, whole)
         hot = min(tokens, self.first + step)
-        young = min(sealed, self.young + step)
-        return at.pages(hot), at.pages(young), at.pages(sealed)
+        young = min(sealed, self.sink + self.young + step)
+        # The sink is written there, too, and leaves at once.
+        old = sealed if sealed <= step else min(sealed - self.sink, self.recent + step)
+        old = max(old, min(sealed, step))
+        return at.pages(hot), at.pages(young), at.pages(old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +252,6 @@ class Window(Life):
     ('it has a window of 100 newest tokens', 'windows are whole pages of 64')
     """
 
-    drops: ClassVar[bool] = True
-
     sink: int
     recent: int
     exact: int = 0
@@ -393,6 +262,10 @@ class Window(Life):
         """The newest ``tokens`` tokens, to the token: sliding-window attention."""
         pages = -(-(tokens - 1) // page_tokens)
         return cls(0, pages * page_tokens, tokens)
+
+    @property
+    def drops(self) -> bool:
+        return True
 
     @property
     def sees(self) -> Sight:
@@ -426,11 +299,13 @@ class Budget(Life):
     """
 
     by_saliency: ClassVar[bool] = True
-    drops: ClassVar[bool] = True
-
     budget: int
     recent: int = 0
     kind: str = field(default="budget", init=False)
+
+    @property
+    def drops(self) -> bool:
+        return True
 
     @property
     def most(self) -> int:

@@ -348,12 +348,15 @@ class PrefixCache:
         """The pages of bucket ``b`` of a sequence that ends after ``end`` tokens; None
         where one is gone from ``table``."""
         bucket, page = self.pool.plan.index.buckets[b], self.pool.plan.page_tokens
-        first, newest = (tokens // page for tokens in bucket.life.shared(end))
+        counts = bucket.life.shared(end, bucket.place)
+        first, newest = (tokens // page for tokens in counts)
         reached = table.arrived[bucket.hot]
+        held = table.lengths[b]
         if not bucket.is_hot:
             reached -= table.lengths[bucket.hot]
+            held = len(table.pages[b]) * page
             end -= min(end, bucket.life.stay_hot)
-        gone = (reached - table.lengths[b]) // page
+        gone = (reached - held) // page
         start = end // page - newest  # the newest ones, among all pages
         lost = gone > 0 and start < first + gone
         if reached < end or (lost and newest > 0):

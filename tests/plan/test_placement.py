@@ -27,6 +27,7 @@ from kvlathe.plan.lives import (
     SealAfter,
     Window,
 )
+from kvlathe.plan.sight import NO_END
 
 PAGE = 16
 
@@ -43,9 +44,11 @@ def divisions() -> st.SearchStrategy[Divide]:
     return weights.map(lambda ws: Divide(tuple(w / sum(ws) for w in ws)))
 
 
-def ages() -> st.SearchStrategy[Age]:
-    first, young = st.integers(0, 2), st.integers(1, 4)
-    return st.builds(Age, first.map(lambda n: n * PAGE), young.map(lambda n: n * PAGE))
+@st.composite
+def ages(draw: st.DrawFn) -> Age:
+    first, sink, young, more = (draw(st.integers(low, 3)) for low in (0, 0, 1, 1))
+    recent = draw(st.sampled_from([NO_END, (young + more) * PAGE]))
+    return Age(first * PAGE, young * PAGE, sink * PAGE, recent)
 
 
 EVERY: dict[str, st.SearchStrategy[Life]] = {
@@ -226,7 +229,7 @@ def test_no_page_leaves_that_a_later_query_sees(
         if settled and window.exact:
             assert len(set(held) - seen) < 2 * PAGE
         if settled and n % PAGE == 0:
-            first, newest = window.shared(n)
+            first, newest = window.shared(n, 0)
             assert held == [*range(first), *range(n - newest, n)]
         # Places tell the same as positions: whole pages are gone.
         first = window.sees.first_seen(len(held), PAGE)
@@ -265,12 +268,18 @@ def test_every_token_is_in_one_tier_and_the_newest_in_the_first(
         for shown in moves.shown:
             lengths[shown.bucket] = shown.tokens
         seen = [own[:count] for own, count in zip(held, lengths, strict=True)]
-        assert sorted([*seen[0], *seen[1], *seen[2]]) == [*range(n + 1)]
         full = (n + 1) // PAGE * PAGE
-        newest = range(max(age.first, full - age.young), full)
-        assert seen[1] == [*newest]
-        assert seen[0] == [*range(min(age.first, full)), *range(full, n + 1)]
-        assert held[2] == [*range(age.first, full)]
+        first = min(age.first, full)
+        sink = min(age.first + age.sink, full)
+        assert seen[0] == [*range(first), *range(full, n + 1)]
+        newest = range(max(sink, full - age.young), full)
+        assert seen[1] == [*range(first, sink), *newest]
+        left = max(sink, full - age.recent)
+        assert seen[2] == [*range(left, newest.start)]
+        assert held[2] == [*range(left, full)]
+        assert age.kept(full) == len(seen[0]) - (n + 1 - full) + len(seen[1] + seen[2])
+        assert age.shared(full, 1) == (sink - first, len(newest))
+        assert age.shared(full, 2) == (0, full - left)
 
 
 def group_of(life: object) -> Group:

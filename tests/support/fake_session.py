@@ -180,20 +180,24 @@ class FakeSession(Session):
             found[s] = self.pages[s][table[places // p], places % p]
         held = []
         for group in self.plan.groups:
-            # Older ones first.
             own = [x for x in self.plan.index.buckets if x.lanes[0] in group.lanes]
             hot = found[self.plan.index.hot_bucket[group.lanes[0]]]
-            first, newest = np.split(hot, [group.life.stay_hot])
-            sealed = [found[x.number] for x in reversed(own) if not x.is_hot]
-            held.append((group.life, np.concatenate([first, *sealed, newest])))
+            life = group.life
+            first, newest = np.split(hot, [life.stay_hot])
+            sealed = [found[x.number] for x in own if not x.is_hot]
+            if life.newest_apart:
+                young, old = sealed
+                sink, young = np.split(young, [life.first_apart - life.stay_hot])
+                sealed = [sink, old, young]
+            held.append((life, np.concatenate([first, *sealed, newest])))
         whole = next(tokens for life, tokens in held if not life.drops)
         for life, tokens in held:
             gone = len(whole) - len(tokens)
-            sink = life.sees.sink
+            sink = life.reaches.sink
             expected = np.concatenate([whole[:sink], whole[sink + gone :]])
             assert np.array_equal(tokens, expected)
             if gone:
-                seen = life.sees.first_seen(len(whole) - len(fresh), p)
+                seen = life.reaches.first_seen(len(whole) - len(fresh), p)
                 assert sink + gone <= seen, "a page left that a query sees"
         return whole
 

@@ -110,6 +110,15 @@ def plans(
         "floats": plan_of((Group(every, HOT, (F8,), SEAL),)),
         "sealed after": plan_of((Group(every, HOT, (U8,), SealAfter(page)),)),
         "aged": plan_of((Group(every, HOT, (U8, N4), Age(page, 2 * page)),)),
+        "aged windows": plan_of(
+            (
+                Group(every[::2], HOT, (U8, N4), Age(0, page, page, 3 * page)),
+                Group(every[1::2], HOT, (U8, U3), Age(0, 2 * page, page)),
+            )
+        ),
+        "aged codes behind a window": plan_of(
+            (Group(every, HOT, (CODED_8, CODED), Age(0, page, page, 3 * page)),)
+        ),
         "aged alike": plan_of((Group(every, HOT, (U8, U8), Age(page, 2 * page)),)),
         "aged codes": plan_of((Group(every, HOT, (CODED_8, CODED), Age(0, 2 * page)),)),
         "sealed split": plan_of(

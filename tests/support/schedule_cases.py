@@ -41,7 +41,7 @@ from tests.support.fake_session import (
 from tests.support.runtime_cases import HOT, plan_for, plans, ranked_plans
 
 KINDS = ("one", "split", "sealed", "sealed after", "sealed split", "windowed")
-KINDS += ("sealed windows", "aged", "one with states", "sealed with states")
+KINDS += ("sealed windows", "aged windows", "one with states", "sealed with states")
 WITH_STATES = " with states"
 RANKED = ("divided", "budget", "sealed budget", "staged", "staged budget")
 BROKEN = 250

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -18,12 +18,13 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets import cuda
 from kvlathe.export.bases import allocate
 from kvlathe.export.methods import assignment
-from kvlathe.export.methods.assignment import Priced
+from kvlathe.export.methods.assignment import Pairs, Priced
 from kvlathe.export.methods.composition import CacheSettings
 from kvlathe.export.methods.compression import parse
-from kvlathe.export.methods.forms import FORMATS, OF_KEYS, OF_VALUES, PAIRS, Grid
+from kvlathe.export.methods.forms import FORMATS, FORMS, OF_KEYS, OF_VALUES, PAIRS, Grid
 from kvlathe.export.search import measured
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Life, Paging
 from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced, shuffle
 
@@ -94,7 +95,7 @@ def test_sizes_share_their_bounds_and_choose_as_they_do_alone(
     sizes = [found.least, 2 * found.least, 5 * found.least]
     alone = [dataclasses.replace(found).chosen(size) for size in sizes]
     found.chosen(3 * found.least)
-    monkeypatch.delattr(Priced, "_paid")  # what bounds are made of is there already
+    monkeypatch.delattr(Priced, "_unlimited")  # it is there already
     for size, own in zip(sizes, alone, strict=True):
         shared = found.chosen(size)
         for one, other in zip(
@@ -104,30 +105,36 @@ def test_sizes_share_their_bounds_and_choose_as_they_do_alone(
 
 
 def program(
-    found: Priced,
-    pairs: Iterable[tuple[int, int]],
-    lives: Sequence[int],
-    budget: int,
+    found: Priced, pairs: tuple[Pairs, Pairs], lives: Iterable[Life], budget: int
 ) -> float:
-    """The least loss within some pairs of formats and some lives, as a mixed integer
+    """The least loss within some pairs of forms and some lives, as a mixed integer
     program: x picks one way for each lane."""
-    format_of = [FORMATS.index(form) for _, form in found.grid.options]
-    options = range(len(format_of))
-    ways = [
-        (k, v, life)
-        for k, v in itertools.product(options, repeat=2)
-        if (format_of[k], format_of[v]) in set(pairs)
-        for life in lives
-    ]
+    grid = found.grid
+    ways: list[tuple[int, int, int]] = []
+    options = [*enumerate(grid.options)]
+    for life in lives:
+        place = grid.lives.index(life)
+        allowed = {*pairs[life.newest_apart > 0]}
+        both = itertools.product(options, repeat=2)
+        ways += [
+            (k, v, place) for (k, (_, a)), (v, (_, b)) in both if (a, b) in allowed
+        ]
     k, v, life = np.array(ways).T
-    lanes, sizes = found.lanes, found.grid.sizes
-    whole = np.array([found.grid.lives[place].stay_hot > 0 for place in life])
-    coded, stays = found.loss[:, :lanes, k] + found.loss[:, lanes:, v]
-    loss = np.where(whole, stays, coded) + found.window_loss[:, life]
-    pages = found.grid.pages[life]
-    ranks = np.array([rank for rank, _ in found.grid.options])
-    hot = (ranks[k] + ranks[v]) * 64 * 2 * (1 + whole)  # pages of 16-bit numbers
-    cost = np.tile((sizes[k] + sizes[v]) * pages + hot, (lanes, 1))
+    lanes = found.lanes
+    loss = np.stack(
+        [
+            found.loss[life, lane, k] + found.loss[life, lanes + lane, v]
+            for lane in range(lanes)
+        ]
+    )
+    loss += found.window_loss[:, life]
+    sizes = np.array(
+        [
+            [bytes_of(grid, option, place) for place in range(len(grid.lives))]
+            for option in range(len(options))
+        ]
+    )
+    cost = np.tile(sizes[k, life] + sizes[v, life], (lanes, 1))
     one = np.kron(np.eye(lanes), np.ones(len(k)))
     limits = [
         optimize.LinearConstraint(one, 1, 1),
@@ -142,16 +149,28 @@ def program(
     return float(answer.fun) if answer.success else np.inf
 
 
+def bytes_of(grid: Grid, option: int, place: int) -> int:
+    """Bytes of one side of a lane, by the pages that its life says."""
+    life = grid.lives[place]
+    rank, form = grid.options[option]
+    at = Paging(64, life.cold_tiers[-1])
+    hot, *cold = life.written(grid.tokens // 64 * 64, at)
+    total = (hot + 64) * rank * 2  # the page that is being filled, too
+    for tokens, code in zip(cold, FORMS[form], strict=False):
+        total += tokens // 64 * FORMATS[code].stored.page_bytes(rank, 64)
+    return total
+
+
 @cache
 def small(seed: int, windowed: bool = True, paired: bool = False) -> Priced:
     """Two lanes, few ranks: every choice of formats can be solved."""
     whole = priced(seed, windowed=windowed)
     keep = [0, 1, whole.lanes, whole.lanes + 1]
     grid = Grid(whole.grid.stats, 64, 0, 512, 16, windowed)
-    grid.__dict__["options"] = grid.options[:12]
-    lives = len(grid.lives)
-    loss = whole.loss[:, keep, :12]
-    return Priced(grid, loss, whole.window_loss[:2, :lives], paired)
+    grid.__dict__["options"] = grid.options[: len(FORMS) + 3]
+    lives = [whole.grid.lives.index(life) for life in grid.lives]
+    loss = whole.loss[np.ix_(lives, keep, range(len(FORMS) + 3))]
+    return Priced(grid, loss, whole.window_loss[:2, lives], paired)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -159,17 +178,23 @@ def small(seed: int, windowed: bool = True, paired: bool = False) -> Priced:
 def test_the_choice_is_the_best_of_all_formats_and_windows(
     share: float, paired: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = slice(None, None, 2)  # of the formats: each pair of them is a program
-    monkeypatch.setattr(assignment, "OF_KEYS", OF_KEYS[few])
-    monkeypatch.setattr(assignment, "OF_VALUES", OF_VALUES[few])
+    # Each pair of a few formats, and of those of ages, is a program.
+    monkeypatch.setattr(assignment, "OF_KEYS", OF_KEYS[3:6])
+    monkeypatch.setattr(assignment, "OF_VALUES", OF_VALUES[-3:])
     found = small(4, paired=paired)
     budget = found.least + int(share * (found.most - found.least))
-    lives = range(len(found.grid.lives))
-    all_tokens, windows = lives[:2], lives[2:]
+    by_age: dict[int, list[Life]] = {}
+    for life in found.grid.lives:
+        by_age.setdefault(life.newest_apart, []).append(life)
+    all_tokens, windows = by_age[0][:2], by_age[0][2:]
+    assert len(all_tokens) == len(windows) == 2
+    ages = [] if paired else [by_age[128], by_age[256]]
     best = min(
-        program(found, pairs, (whole, *windows), budget)
-        for pairs in found._pair_sets()
+        program(found, (pairs, (pair,)), (whole, *windows, *aged), budget)
+        for pairs in found._sets
+        for pair in (found._aged_pairs if ages else [(0, 0)])
         for whole in all_tokens
+        for aged in ages or [[]]
     )
     choice = found.chosen(budget)
     assert found.bytes(choice) <= budget
@@ -179,7 +204,7 @@ def test_the_choice_is_the_best_of_all_formats_and_windows(
 def test_bounds_are_below_what_is_found() -> None:
     found = small(6)
     budget = (found.least + found.most) // 3
-    for bound, allowed in found._bounds(budget)[::5]:
+    for bound, allowed in found._candidates(budget)[::2]:
         choice = found._within(allowed, budget)
         assert choice is None or bound <= found.lost(choice) * (1 + 1e-9)
 
@@ -210,11 +235,18 @@ def test_a_plan_has_the_bytes_and_few_formats_and_windows(share: float) -> None:
     filled = sum(stride for bucket, stride in strides if bucket.is_hot)
     held = layout.bytes_for(tokens) + filled
     assert held == found.bytes(choice) <= budget
-    windows = {group.life for group in plan.groups if group.life.drops}
-    assert all(life.sees.is_less for life in windows)
+    windows = {group.life.reaches for group in plan.groups if group.life.drops}
+    assert all(sight.is_less for sight in windows)
     assert len(windows) <= assignment.MOST_WINDOWS
+    assert len({group.life.newest_apart for group in plan.groups} - {0}) <= 1
+    assert len({group.cold for group in plan.groups if group.life.newest_apart}) <= 1
     for side in (0, 1):
-        formats = {tier.formats[side] for tier in plan.index.tiers[1:]}
+        formats = {
+            tier.formats[side]
+            for group in plan.groups
+            for tier in group.cold
+            if not group.life.newest_apart
+        }
         assert len(formats) <= assignment.MOST_FORMATS
 
 
@@ -225,8 +257,8 @@ def test_a_lane_that_nothing_depends_on_gets_the_least() -> None:
     choice = found.chosen((found.least + found.most) // 4)
     options, pages = found.grid.options, found.grid.pages
     assert options[choice.k[1]][0] == options[choice.v[1]][0] == 16
-    assert pages[choice.window[1]] == pages[choice.window].min()
-    sizes = found.grid.sizes
+    assert pages[0, choice.window[1]] == pages[0, choice.window].min()
+    sizes = found.grid.sizes[0]
     assert sizes[choice.k[1]] < sizes[choice.k].mean() / 2
 
 

@@ -4,9 +4,10 @@ that come of both."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
-from kvlathe.export.methods import auto
+from kvlathe.export.methods import auto, forms
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import UNCOMPRESSED, parse
 from kvlathe.export.methods.evidence import evidence
-from kvlathe.export.methods.forms import Grid
+from kvlathe.export.methods.forms import Grid, parts_of
 from kvlathe.export.methods.options import RankOptions
 from kvlathe.export.methods.variants import for_comparison, removed
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -35,6 +36,7 @@ from kvlathe.export.search import measured, readings, search, sensitivity
 from kvlathe.export.search.sealed import reading, rounded
 from kvlathe.plan.formats import Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL, Age, Life, Paging, SealAfter, Window
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import metrics
@@ -131,70 +133,88 @@ def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
 
 # -- sensitivity -----------------------------------------------------------------------
 def attended(
-    q: np.ndarray, k: np.ndarray, fresh: np.ndarray, v: np.ndarray, fresh_v: np.ndarray
+    q: np.ndarray,
+    tokens: Sequence[tuple[np.ndarray, np.ndarray]],
+    is_coded: Callable[[int, int], bool],
 ) -> np.ndarray:
-    """Token by token: its own page (8 tokens) as it is, earlier ones as they are read
-    back. [G, T, d]"""
-    out = np.zeros((*q.shape[:2], v.shape[-1]))
+    """Token by token: each query's sums over the tokens up to its own, which it reads as
+    they are or coded; ``tokens``: K and V of either kind. [G, T, d]"""
+    out = np.zeros((*q.shape[:2], tokens[0][1].shape[-1]))
     for g, t in np.ndindex(*q.shape[:2]):
-        border = t // 8 * 8
+        seen = [tokens[is_coded(t, token)] for token in range(t + 1)]
         keys, values = (
-            np.concatenate([x[:border], y[border : t + 1]])
-            for x, y in ((k, fresh), (v, fresh_v))
+            np.stack([kind[side][token] for token, kind in enumerate(seen)])
+            for side in (0, 1)
         )
         weights = np.exp(keys @ q[g, t])
         out[g, t] = weights @ values / weights.sum()
     return out
 
 
-@pytest.mark.parametrize("first", [8, 16])
-def test_losses_are_those_of_attention_token_by_token(first: int) -> None:
-    """All pages coded, and the ``first`` tokens as they are."""
+@pytest.mark.parametrize(
+    "life",
+    [SEAL, SealAfter(8), Window(8, 24), Age(8, 8), Age(0, 8, 8), Age(0, 8, 8, 24)],
+    ids=repr,
+)
+def test_losses_are_those_of_attention_token_by_token(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, of what a life has in each of its tiers, near and distant: the pages
+    there are coded, all other tokens are as they were computed."""
+    monkeypatch.setattr(forms, "NEAR", 16)
+    tiers = parts_of(life, 8)
+    parts = list(itertools.chain(*tiers))
     rng = np.random.default_rng(0)
     q, k, v, pull = (
-        torch.tensor(rng.normal(size=s), dtype=torch.float32)
-        for s in ((2, 20, 16), (20, 16), (20, 16), (3, 2, 20, 16))
+        torch.tensor(rng.normal(size=s))
+        for s in ((2, 42, 16), (42, 16), (42, 16), (3, 2, 42, 16))
     )
-    into, back = (
-        torch.tensor(rng.normal(size=(16, 16)) / 4, dtype=torch.float32)
-        for _ in range(2)
-    )
-    centre, codes = (
-        torch.tensor(rng.normal(size=16), dtype=torch.float32),
-        (Format(2, "rank", 128, 0.7), Format(8, "rank", 64)),
-    )
-    form, lane = (
-        sensitivity.Candidate(into, back, centre, codes),
-        sensitivity.LaneMoves(
-            sensitivity.ObservedLane(q, k, v, pull),
-            8,
-            sensitivity.Queries.all(20),
-            first=first,
-        ),
-    )
-    plain = attended(q.numpy(), k.numpy(), k.numpy(), v.numpy(), v.numpy())
+    into, back = (torch.tensor(rng.normal(size=(16, 16)) / 4) for _ in range(2))
+    centre = torch.tensor(rng.normal(size=16))
+    codes = Format(2, "rank", 128, 0.7), Format(8, "rank", 64)
+    form = sensitivity.Candidate(into, back, centre, codes)
+    lane = sensitivity.ObservedLane(q, k, v, pull)
+    every = sensitivity.Queries.all(42)
+    at = Paging(8, life.cold_tiers[-1])
+    moves = sensitivity.LaneMoves(lane, 8, every, parts=parts)
+    exact = k.numpy(), v.numpy()
+    plain = attended(q.numpy(), [exact], lambda *_: False)
 
-    def read(x: torch.Tensor, code: Format, stay: int) -> tuple[np.ndarray, np.ndarray]:
-        kept = torch.nn.functional.pad((x - centre) @ into, (0, 0, 0, 4))
-        coded = torch.cat([kept[:stay], rounded(kept, code, 8)[stay:]])
-        return coded[:20].numpy(), kept[:20].numpy()
+    def read(x: torch.Tensor, code: Format) -> list[np.ndarray]:
+        kept = torch.nn.functional.pad((x - centre) @ into, (0, 0, 0, 6))
+        return [y[:42].double().numpy() for y in (kept, rounded(kept, code, 8))]
 
-    for code, keys, values in zip(
-        codes, lane.keys([form]), lane.values([form]), strict=True
-    ):
-        for place, stay in enumerate((0, first)):
-            coded, fresh = read(k, code, stay)
-            by_keys = (
-                attended((q @ back).numpy(), coded, fresh, v.numpy(), v.numpy()) - plain
-            )
-            coded, fresh = (
-                x @ back.numpy().T + centre.numpy() for x in read(v, code, stay)
-            )
-            by_values = attended(q.numpy(), k.numpy(), k.numpy(), coded, fresh) - plain
-            for found, change in ((keys, by_keys), (values, by_values)):
-                assert found[place] == pytest.approx(
-                    (np.einsum("sgtd,gtd->st", pull.numpy(), change) ** 2).sum(),
-                    rel=1e-3,
+    def is_coded(query: int, token: int, tier: int, distant: bool) -> bool:
+        """By the tokens that a sequence holds whose page the query is in."""
+        sealed = query // 8 * 8
+        if distant != (8 <= token < sealed - 16):
+            return False
+        _, *held = life.held(sealed, at)
+        newest = sealed - life.reaches.recent
+        first = life.stay_hot <= token < max(life.stay_hot, life.reaches.sink)
+        if not life.newest_apart:
+            return life.stay_hot <= token < sealed and (first or token >= newest)
+        near = sealed - life.newest_apart
+        if tier == 0:
+            return token < sealed and (first or token >= max(near, life.first_apart))
+        older = range(max(life.first_apart, newest), max(life.first_apart, near))
+        assert len(older) == held[1]
+        return token in older
+
+    found = zip(codes, moves.keys([form]), moves.values([form]), strict=True)
+    for code, keys, values in found:
+        read_back = [y @ back.numpy().T + centre.numpy() for y in read(v, code)]
+        for place, part in enumerate(parts):
+            tier = next(i for i, own in enumerate(tiers) if part in own)
+            coded = partial(is_coded, tier=tier, distant=part.near >= 16)
+            of_keys = [(x, v.numpy()) for x in read(k, code)]
+            by_keys = attended((q @ back).numpy(), of_keys, coded) - plain
+            of_values = [(k.numpy(), x) for x in read_back]
+            by_values = attended(q.numpy(), of_values, coded) - plain
+            for squares, change in ((keys, by_keys), (values, by_values)):
+                along = np.einsum("sgtd,gtd->st", pull.numpy(), change)
+                assert float(squares[place]) == pytest.approx(
+                    (along**2).sum(), rel=1e-6
                 )
 
 

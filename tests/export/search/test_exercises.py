@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlathe.export.methods.forms import Part
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.layered import LayeredModel
 from kvlathe.export.search import exercises, readings, sensitivity
@@ -129,7 +130,8 @@ def test_first_tokens_stay_as_they_are_in_every_layer() -> None:
     whole = sensitivity.Candidate(
         torch.eye(size), torch.eye(size), torch.zeros(size), (Format(2, "rank", 64),)
     )
-    found = sensitivity.losses(model, read, lambda *_: [whole], [], 64, first=256)
+    parts = Part(), Part(skip=256)
+    found = sensitivity.losses(model, read, lambda *_: [whole], [], 64, parts=parts)
     coded, kept = found.forms[..., 0]  # [2 lanes]
     assert coded.min() > 0 and (kept < 1e-6 * coded).all()
 

@@ -75,7 +75,7 @@ GROUPS = {
     ),
     "newest pages apart": (
         Group((0, 2), HOT, (PLAIN, EIGHT), Age(PAGE, 2 * PAGE)),
-        Group((1,), HOT, (EIGHT, PLAIN), Age(PAGE, PAGE)),
+        Group((1,), HOT, (EIGHT, PLAIN), Age(PAGE, PAGE, PAGE, 3 * PAGE)),
         Group((3,), HOT, (PLAIN,), SealAfter(PAGE)),
     ),
     "packed": (Group(EVERY, PLAIN, (MIXED,), SEAL),),
@@ -257,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
                 gone = len(sequence.values) - held[0] - table.lengths[bucket.hot]
                 if bucket.leaves and bucket.is_hot:
                     gone = len(sequence.values) - held[0]
-                if bucket.leaves and life.drops:
+                if bucket.leaves and life.drops and not life.newest_apart:
                     assert gone >= 0 and gone % PAGE == 0
                     assert gone == 0 or held[0] >= life.most
 
@@ -268,12 +268,15 @@ class PoolMachine(RuleBasedStateMachine):
         hot = sequence.table.lengths[bucket.hot]
         first = min(hot, bucket.life.stay_hot)
         sealed = [*range(first, count - hot + first)]
+        life = bucket.life
+        sink = max(first, life.reaches.sink)
         if bucket.waits:
-            newest = bucket.life.newest_apart
-            old = max(0, len(sealed) - newest)
-            return sealed[:old], sealed[old:]
-        if bucket.life.newest_apart and not bucket.is_hot:
-            return sealed[-bucket.life.newest_apart :], []
+            left = sealed[sink - first :][-life.reaches.recent :]
+            old = max(0, len(left) - life.newest_apart)
+            return left[:old], left[old:]
+        if life.newest_apart and not bucket.is_hot:
+            newest = sealed[sink - first :][-life.newest_apart :]
+            return [*sealed[: sink - first], *newest], []
         every = [*range(count)]
         if not bucket.is_hot:
             every = sealed

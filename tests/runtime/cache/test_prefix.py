@@ -26,6 +26,7 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
         ("windowed", 512),
         ("sealed windows", 512),
         ("aged", 512),
+        ("aged windows", 512),
     ],
 )
 def test_a_known_beginning_is_not_computed_again_and_changes_nothing(
@@ -96,7 +97,7 @@ def test_keys_stand_for_every_token_before_the_end_of_the_block() -> None:
     forget(engine)
 
 
-@pytest.mark.parametrize("kind", ["windowed", "sealed windows", "aged"])
+@pytest.mark.parametrize("kind", ["windowed", "sealed windows", "aged windows"])
 def test_a_shared_beginning_ends_where_its_windows_are_known(kind: str) -> None:
     """The pages of old windows are kept at the borders of chunks, so a prompt that
     leaves a longer one in its middle goes on from there."""

@@ -43,6 +43,7 @@ SHARED = (
     "windowed",
     "sealed windows",
     "aged",
+    "aged windows",
 )
 SAMPLED = SamplingParams(
     max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=7, logprobs=2
