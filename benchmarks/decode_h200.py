@@ -49,7 +49,9 @@ from tests.support.format_cases import bits_of
 
 FORMS: dict[str, Callable[[Bits], Tier]] = {
     "int": lambda bits: Tier(bits, bits, arithmetic="int"),
-    "channel": lambda bits: Tier(bits, bits, "token", "rank"),
+    "channel": lambda bits: Tier(
+        bits, bits, "token", "rank", 64, WHOLE_RANK if bits == 8 else 64
+    ),
     "token": lambda bits: Tier(bits, bits, "rank", "rank", WHOLE_RANK, WHOLE_RANK),
     "fp8": lambda _: FP8,
 }
