@@ -363,8 +363,10 @@ class Asked:
         moves = LaneMoves(lane, self.page, Queries.drawn(lane.pull, draw), attention)
         windows = moves.windows(self.firsts, positions)
         yield "window", (lost[None] for lost in windows)
-        few = Queries.drawn(lane.pull, draw, FAR_QUERIES)
         parts = self.distant.parts
+        if not parts:
+            return
+        few = Queries.drawn(lane.pull, draw, FAR_QUERIES)
         moves = LaneMoves(lane, self.page, few, attention, parts, positions)
         forms = self.distant.forms
         yield "distant k", moves.keys(forms("k", layer.layer, head))
