@@ -7,8 +7,8 @@ MOST steps, whatever was gained before. So a thousand steps lose the time of abo
 MOST + 1000 SHARE of them at most.
 
 What the account cannot pay is not guessed. One exception keeps guesses from never being
-tried again: LENT of what they promise to save is lent, and the promises of drafters that
-were wrong count less.
+tried again: LENT of what they promise to save is lent, MOST_LENT of the time of steps at
+most, and the promises of drafters that were wrong count less.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MOST = 5.0
 """Steps whose time may be lost at once."""
 LENT = 0.01
 """Of what guesses promise to save, while nothing is left for them."""
+MOST_LENT = SHARE
+"""A part of the time of steps, however much is promised."""
 FADE, RETRY = 0.98, 0.999
 """Weight of a step with guesses relative to the next, and of all over a look."""
 EVIDENCE = 4.0
@@ -43,10 +45,11 @@ class Allowance:
         left = most if self._step.count == 1 else self.left
         self.left = min(most, left + SHARE * plain - lost)
 
-    def lend(self, promised: float) -> None:
-        """Guesses promise to save so many seconds, and more than is left is needed to
-        try them."""
-        self.left += LENT * promised
+    def lend(self, promised: float, steps: int) -> None:
+        """Guesses promise to save so many seconds in each of so many steps, and more
+        than is left is needed to try them."""
+        most = MOST_LENT * self._step.value
+        self.left += steps * min(LENT * promised, most)
 
     def rest(self, seconds: float) -> int:
         """Steps that bring in twice so many seconds."""

@@ -23,6 +23,7 @@ class RowCosts:
         # Sums of weights, x, y, x x and x y, where x is rows and y the slowdown; by the
         # size of steps. Large ones may run otherwise: not in a CUDA graph, say.
         self._sums: dict[int, list[float]] = {}
+        self._widest: dict[int, int] = {}  # most rows so far, by the size of steps
         self._ended = 0
         self._seen: dict[int, int] = {}  # sequences that had ended then
         self._since = self._tried = 0
@@ -61,6 +62,8 @@ class RowCosts:
         self._since += 1
         self._tried += 1
         if mean.count and self._tried > WARM_UP:
+            size = sequences.bit_length()
+            self._widest[size] = max(rows, self._widest.get(size, 0))
             self._last = rows * self._each(sequences)
             self._add(sequences, self._last, seconds / mean.value - 1)
 
@@ -96,6 +99,13 @@ class RowCosts:
         first, slope = self._line(sequences)
         x = rows * self._each(sequences)
         return 1 + max(0.0, first + slope * x)
+
+    def risk(self, rows: int, sequences: int) -> float:
+        """The part of a step's time that ``rows`` more may cost: what is known, up to
+        twice as many as were measured; beyond that each may be a step of its own."""
+        if rows > 2 * self._widest.get(sequences.bit_length(), 0):
+            return float(rows)
+        return self.longer(rows, sequences) - 1
 
     def _each(self, sequences: int) -> float:
         """The weight of a row: in a large step less."""

@@ -4,6 +4,7 @@ library's CUDA calls by its CPU calls."""
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_int64, c_void_p
 from typing import Any
@@ -66,7 +67,9 @@ class HostDevice:
         return lambda: None
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Leave ``work`` out: what is queued in a capture does not run."""
+        """Leave ``work`` out: what is queued in a capture does not run. Nothing may be
+        freed meanwhile: a graph of another engine would end it."""
+        assert not gc.isenabled()
         self.captures += 1
         return work
 

@@ -179,12 +179,12 @@ class Speculation(StepPart):
             if tokens / longer <= best:
                 continue
             best = tokens / longer
-            if plain * (longer - 1) <= left:
+            if plain * self.costs.risk(rows, sequences) <= left:
                 taken = rows
             else:
                 promised = plain * (tokens - longer)
         if promised:
-            self.allowance.lend(promised * self._unseen)
+            self.allowance.lend(promised, self._unseen)
         counts: dict[Sequence, int] = {}
         for _, sequence in likely[:taken]:
             counts[sequence] = counts.get(sequence, 0) + 1

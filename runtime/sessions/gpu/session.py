@@ -8,8 +8,10 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -102,7 +104,21 @@ class DecodeGraph:
         for _ in range(2):  # what runs the model takes its memory outside the capture
             work()
         device.wait()
-        return cls(buffer, arrays, logits, device.capture(work))
+        with nothing_collected():
+            return cls(buffer, arrays, logits, device.capture(work))
+
+
+@contextmanager
+def nothing_collected() -> Generator[None]:
+    """Context in which the garbage collector rests. Graphs of an engine that was closed
+    may be in a circle: freed in the middle of a capture, they end it with an error."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class DeviceSession(DevicePages, Session):
