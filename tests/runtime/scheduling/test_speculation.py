@@ -413,7 +413,7 @@ def test_a_first_step_that_is_slow_does_not_end_guessing(
     session.first, session.each = 0.4, 0.05
     made = engine.speculate(Speculation(Liar(1, 0)))
     cast(Liar, made.drafter).price(clock, 1e-5)
-    sequence = sequence_for(engine, [1, 2], 300)
+    sequence = sequence_for(engine, [1, 2], 600)
     engine.scheduler.add(sequence)
     while not sequence.finish_reason:
         engine.step()
