@@ -43,7 +43,8 @@ def cache_settings(config: BuildConfig, spec: DecoderSpec) -> CacheSettings:
         config.seed,
         info.paired,
         info.windows and not info.hosted,
-        info.ages,
+        # Engines in float16 may run on a GPU, whose sessions refuse ages.
+        info.ages and config.compute_dtype != "float16",
         spec.windows,
         spec.max_seq_len,
     )

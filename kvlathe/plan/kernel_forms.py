@@ -31,7 +31,10 @@ def ages_refusal(plan: CompressionPlan) -> Refusal | None:
         "newest tokens have more bits than older ones, and no GPU's logits of such plans "
         "were compared with a CPU's"
     )
-    return reason, "say recent=0, or build for onnxruntime and run it on a CPU"
+    return (
+        reason,
+        "say recent=0, have forms chosen for --dtype float16, or run it on a CPU",
+    )
 
 
 def is_wide(plan: CompressionPlan) -> bool:

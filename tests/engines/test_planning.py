@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvlathe.engines import planning
 from kvlathe.engines.config import BuildConfig
 from kvlathe.engines.order import accept
 from kvlathe.engines.planning import open_checkpoint, plan_for
+from kvlathe.engines.pricing import cache_settings
+from kvlathe.export.model.spec import read_spec
 from tests.support import checkpoints
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -76,3 +79,19 @@ def test_a_chat_template_that_cannot_run_is_refused_at_once(tmp_path: Path) -> N
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(KvlatheError, match=r"chat template.*cannot run: line 1.*chat"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "aged"),
+    [
+        ("onnxruntime", None, True),
+        ("onnxruntime", "float16", False),
+        ("cuda", "float16", False),
+    ],
+)
+def test_older_tokens_get_fewer_bits_only_where_no_gpu_reads_the_engine(
+    backend: str, dtype: str | None, aged: bool, reference: Reference
+) -> None:
+    folder, _ = reference("llama-dynamic")
+    config = dataclasses.replace(request(folder), backend=backend, dtype=dtype)
+    assert cache_settings(config, read_spec(folder)).aged is aged
