@@ -1,4 +1,5 @@
-// attend_general for wide calls of any rank, compiled.
+// attend_general for wide calls of any rank, compiled for halves. The same of bfloat16 is a
+// file of its own: each takes minutes, and they are compiled side by side.
 #include "cuda/decode/attend_general.cuh"
 #include "cuda/decode/kernels.h"
 
@@ -6,7 +7,7 @@ namespace kvlathe::cuda {
 
 const void* bundled_kernel_widest(bool half) {
   return half ? reinterpret_cast<const void*>(attend_general<Half, BundledWidest>)
-              : reinterpret_cast<const void*>(attend_general<Bfloat, BundledWidest>);
+              : bundled_kernel_widest_bf16();
 }
 
 }  // namespace kvlathe::cuda

@@ -47,6 +47,7 @@ const void* bundled_kernel_general(bool half);
 const void* bundled_kernel_float8(bool half);
 const void* bundled_kernel_wide(bool half);
 const void* bundled_kernel_widest(bool half);
+const void* bundled_kernel_widest_bf16();
 const void* plain_kernel_256(bool half);
 const void* plain_kernel_widest(bool half);
 const void* team_kernel(bool half);
