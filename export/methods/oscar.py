@@ -40,7 +40,7 @@ class OscarOptions(MethodOptions):
         256,
         count("a number of tokens"),
         "Newest tokens in 16 bit, in whole pages, beside those of the page that is being "
-        "filled; 0 beside methods of tokens, in vLLM and in TensorRT.",
+        "filled; 0 beside methods of tokens, and in cuda, vLLM and TensorRT.",
     )
 
 
