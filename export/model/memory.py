@@ -1,8 +1,8 @@
 """Memory that work on a model takes beside what the process already has, foretold
 before it begins, and what is free.
 
-Numbers are those of the largest moment. They are counted from shapes; REST is what
-allocators and libraries add.
+Numbers are those of the largest moment. They are counted from shapes; machine.REST is
+what allocators and libraries add.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import stored_shapes
 
 FLOAT = 4
-REST = 256 << 20
 LARGE = 1 << 30
 """A need above this is told of."""
 
@@ -49,7 +48,7 @@ class Need:
 
     @property
     def bytes(self) -> int:
-        return self.weights + self.activations + self.block + REST
+        return self.weights + self.activations + self.block + machine.REST
 
     def require(self, device: torch.device, remedy: str) -> None:
         """Raise KvlatheError where that much is not free. A large need is logged."""

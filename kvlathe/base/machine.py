@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+REST = 256 << 20
+"""Bytes that stay free for whatever was not counted."""
 log = logging.getLogger("kvlathe")
 
 

@@ -378,19 +378,12 @@ class Scheduler:
                     raise
                 self.preempt()
 
-    def preempt(self, moves: bool = False) -> Sequence:
+    def preempt(self, moves: bool | None = None) -> Sequence:
         """The youngest running sequence leaves; it is the first to come back.
-        ``moves``: with its pages, even where computing them again takes less time."""
+        ``moves``: its pages move to the host, or are computed again where the plan
+        allows; None: whichever takes less time."""
         sequence = self.running[-1]
-        size = self._bytes(sequence.table.pages)
-        if not moves and self._recomputes(sequence, size):
-            self.remember(sequence)
-            self.pool.release(sequence.table)
-            self.costs.lost(sequence.cached)
-            sequence.cached = sequence.behind = 0
-        else:
-            with self._moving(size):
-                self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+        self._put_away(sequence, moves)
         self.running.pop()  # only now: what fails above still runs, and is told
         self.waiting.push_back(sequence)
         self._blocked = True
@@ -407,16 +400,41 @@ class Scheduler:
         """Empty the pool of all that is the scheduler's: who runs leaves, to come back
         by itself, and what was only kept is given up. Pages move where the host has
         room: what is computed again differs by rounding, and a draw may part there."""
-        moves = self.pool.bytes_in_use < machine.free_bytes()
+        for sequence in self.waiting:
+            if any(sequence.table.pages):
+                self._put_away(sequence, self._fits_host(sequence))
         while self.running:
-            self.preempt(moves)
+            self.preempt(self._fits_host(self.running[-1]))
         while self._reclaim():
             pass
+
+    def _fits_host(self, sequence: Sequence) -> bool:
+        """Whether the host has room now for a sequence's pages. Each has its own copy,
+        of pages that it shares, too."""
+        size = self._bytes(sequence.table.pages)
+        return size < machine.free_bytes() - machine.REST
+
+    def _put_away(self, sequence: Sequence, moves: bool | None) -> None:
+        """Take a sequence's pages from the pool. ``moves`` as ``preempt``."""
+        size = self._bytes(sequence.table.pages)
+        if moves is None:
+            moves = not self._recomputes(sequence, size)
+        if moves or not self._recomputable(sequence):
+            with self._moving(size):
+                self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+            return
+        self.remember(sequence)
+        self.pool.release(sequence.table)
+        self.costs.lost(sequence.cached)
+        sequence.cached = sequence.behind = 0
+
+    def _recomputable(self, sequence: Sequence) -> bool:
+        return not sequence.table.base and self.pool.plan.index.recomputable
 
     def _recomputes(self, sequence: Sequence, size: int) -> bool:
         """Whether a sequence of ``size`` bytes had better be computed again than moved
         to the host and back."""
-        if sequence.table.base or not self.pool.plan.index.recomputable:
+        if not self._recomputable(sequence):
             return False
         return self.costs.recompute_is_cheaper(sequence.cached, size)
 
@@ -443,8 +461,6 @@ class Scheduler:
         came with them."""
         for sequence in self.waiting:
             if any(sequence.table.pages):
-                with self._moving(self._bytes(sequence.table.pages)):
-                    moved = self.pool.swap_out(sequence.table, self.mover)
-                self._swapped[sequence] = moved
+                self._put_away(sequence, moves=True)
                 return True
         return False

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvlathe.base import machine
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.requests.engine_thread import EngineThread
@@ -290,6 +291,45 @@ def test_preemption_takes_the_cheaper_way_that_the_plan_allows(
     assert [s.answer for s in (first, second)] == [
         solo(range(i, i + 50), 20) for i in (0, 60)
     ]
+
+
+@pytest.mark.parametrize("kind", ["one", "split", "one with states"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_move_to_the_host_as_far_as_each_sequence_finds_room(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a shared prefix each takes a copy there: together more than the pool has. Those
+    for whom there is no room are computed again, and everybody is answered as alone."""
+    draw = np.random.default_rng(seed)
+    engine = engine_for(kind, 600, share=True)
+    scheduler, prefix = engine.scheduler, list(range(64))
+    prompts = [[*prefix, 100 + i, *draw.integers(0, 99, 2 * i)] for i in range(6)]
+    sequences = [sequence_for(engine, prompt, 20) for prompt in prompts]
+    scheduler.add(sequences[0])
+    while not sequences[0].answered:
+        engine.step()
+    for sequence in sequences[1:]:
+        scheduler.add(sequence)
+    while not all(sequence.answered for sequence in sequences):
+        engine.step()
+    sizes = {one: scheduler._bytes(one.table.pages) for one in sequences}
+    held, room = (
+        engine.pool.bytes_in_use,
+        int(draw.uniform(0.4, 0.9) * sum(sizes.values())),
+    )
+    assert held < sum(sizes.values())
+
+    def copied() -> int:
+        return sum(sizes[one] for one in scheduler._swapped)
+
+    monkeypatch.setattr(machine, "free_bytes", lambda: machine.REST + room - copied())
+    scheduler.vacate()
+    assert not engine.pool.bytes_in_use and copied() < room
+    again = [one for one in sequences if one not in scheduler._swapped]
+    assert 0 < len(again) < 6 and not any(one.cached for one in again)
+    while not all(sequence.finish_reason for sequence in sequences):
+        engine.step()
+    assert [one.answer for one in sequences] == [solo(one, 20) for one in prompts]
 
 
 def test_swapping_that_fails_leaves_the_pool_whole() -> None:
