@@ -8,16 +8,15 @@ is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
 
+from kvlathe.base.collector import nothing_collected
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
@@ -99,26 +98,15 @@ class DecodeGraph:
         logits: DeviceArray,
         work: Callable[[], None],
     ) -> DecodeGraph:
-        """``work`` queues the step in ``arrays``, whose ``logits`` it writes."""
+        """``work`` queues the step in ``arrays``, whose ``logits`` it writes. Graphs of
+        an engine that was closed may be in a circle: freed in the middle of a capture,
+        they end it with an error."""
         buffer.clear()
         for _ in range(2):  # what runs the model takes its memory outside the capture
             work()
         device.wait()
         with nothing_collected():
             return cls(buffer, arrays, logits, device.capture(work))
-
-
-@contextmanager
-def nothing_collected() -> Generator[None]:
-    """Context in which the garbage collector rests. Graphs of an engine that was closed
-    may be in a circle: freed in the middle of a capture, they end it with an error."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class DeviceSession(DevicePages, Session):

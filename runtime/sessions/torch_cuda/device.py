@@ -143,10 +143,12 @@ class TorchDevice:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """As Device.capture. Graphs share memory. torch lets go of it with the last of
-        them, and refuses to capture there again: the next one takes its own."""
+        them, and refuses to capture there again: the next one takes its own. What other
+        threads do meanwhile, as free a graph, ends no capture."""
         other = next(iter(self._graphs), None)  # has the memory until this one does
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
+        pool = None if other is None else other.pool()
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
             work()
         self._graphs.add(graph)
         return graph.replay

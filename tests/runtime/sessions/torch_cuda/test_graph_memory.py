@@ -51,7 +51,10 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     allocator = Allocator()
 
     @contextmanager
-    def graph(graph: Graph, pool: int | None = None) -> Generator[None]:
+    def graph(
+        graph: Graph, pool: int | None, capture_error_mode: str
+    ) -> Generator[None]:
+        assert capture_error_mode == "thread_local"  # else other threads' work ends it
         graph.memory = next(allocator.fresh) if pool is None else pool
         allocator.begin(graph.memory)
         finalize(graph, allocator.end, graph.memory)
