@@ -54,3 +54,4 @@ def test_texts_do_not_depend_on_where_a_sequence_is(
     engine.preempted("computed again", monkeypatch)
     engine.preempted("kept on the host", monkeypatch)
     engine.moved()
+    assert engine.parted == 0

@@ -19,6 +19,8 @@ from tests.support.runtime_cases import text
 
 ANSWER = 80
 PARAMS = SamplingParams(max_new_tokens=ANSWER, ignore_eos=True, temperature=0.0)
+MOST_PARTED = 2
+"""Texts of eight that may part from those alone, each at a near tie."""
 Texts = list[list[int]]
 Way = Literal["computed again", "kept on the host"]
 
@@ -68,17 +70,19 @@ class Engine:
         return [answer.token_ids for answer in llm.generate(asked, PARAMS)]
 
     def alike(self, llm: LLM, found: Texts) -> None:
-        """Check texts against those of each prompt alone."""
+        """Check texts against those of each prompt alone. Two may part at a tie."""
+        parted = 0
         for prompt, one, other in zip(self.asked, found, self.alone, strict=True):
             if one == other:
                 continue
-            self.parted += 1
+            parted += 1
             end = next(i for i in range(ANSWER) if one[i] != other[i])
             tokens = [*prompt, *one[:end]]
             logits = llm.logits(tokens, [len(tokens) - 1])[-1]
             apart = logits.max() - min(logits[one[end]], logits[other[end]])
             assert apart <= self.near * np.abs(logits).max()
-        assert self.parted <= len(self.asked)
+        self.parted += parted
+        assert parted <= MOST_PARTED
 
     def together_and_guessed(self) -> None:
         with self.made(self.size, False) as llm:
