@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kvlathe.base.console import human_bytes, log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.assignment import Assignment, Priced
@@ -139,7 +140,7 @@ def spread_over(layer_windows: Sequence[int]) -> bool:
 
 EXACT = SideFormat(8, "token").stored
 """Codes that err by nothing beside a cut."""
-PRICED = 12
+PRICED = 13
 """Version of the way in which losses are measured; remembered ones have it in their
 key."""
 
@@ -174,8 +175,20 @@ def price(
         return Priced(grid, forms, windows, form.paired)
     found = _measured(checkpoint, grid, sources)
     windows = grid.by_life(found.windows)
+    _refuse_unknown(found.forms, windows)
     remember(path, found.forms, windows)
     return Priced(grid, found.forms, windows, form.paired)
+
+
+def _refuse_unknown(forms: Array, windows: Array) -> None:
+    """Refuses prices that are no numbers: a choice would take them for the least."""
+    unknown = sum(int((~np.isfinite(prices)).sum()) for prices in (forms, windows))
+    if unknown:
+        raise KvlatheError(
+            f"{unknown:,} of {forms.size + windows.size:,} prices are no finite numbers",
+            "a gradient or the attention of the model overflows on the calibration text",
+            "check the checkpoint's weights, or choose another --compression",
+        )
 
 
 def uncompressed(checkpoint: Checkpoint) -> LayeredModel:

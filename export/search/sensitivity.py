@@ -31,7 +31,11 @@ from kvlathe.base.console import working
 from kvlathe.export.attention.softmax_state import capped
 from kvlathe.export.methods.forms import Part
 from kvlathe.export.model.layered import LayeredModel, LayerPull
-from kvlathe.export.model.plain_attention import PlainAttention, seen_from
+from kvlathe.export.model.plain_attention import (
+    PlainAttention,
+    seen_from,
+    softmax_beside,
+)
 from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
@@ -47,8 +51,9 @@ FAR_QUERIES = 96
 """The same of a far one, for forms of distant parts."""
 FORWARD = 0.25
 """Share of a reading's time that its forward pass takes, for who watches."""
-MOST_CHANGE = 60.0
-"""Of a score by codes: its exponential is still a number. Softmax has long decided then."""
+UNSEEN = -1e30
+"""The score of a token that a query does not see: its share is 0 beside any other, and
+a page of such tokens alone has no infinity to subtract."""
 EVEN = 0.25
 """Share of the draws that goes to all queries alike; a small gradient may still belong
 to a large change."""
@@ -209,25 +214,29 @@ class LaneMoves:
         self.attention = attention
         # [R, T]
         self.seen = seen_from(queries.places, self.places, attention.window)
-        self.shares = self._softmax(self.q @ self.k.mT)  # [G, R, T]
+        self.scores = capped(self.q @ self.k.mT, attention.softcap)  # [G, R, T]
+        self.hidden = self._hidden(self.seen)
+        self.shares = softmax_beside(self.scores + self.hidden, attention.sinks)
         # What a share of each value adds to the scores, [S, G, R, T].
         self.worth = self.pull @ self.v.mT
         self.before = self._worth_of(self.shares)  # [S, G, R]
         at = self.places if positions is None else positions
-        self.parts = self._pages_of(parts, at)  # [R, pages, parts]
+        self.parts = self._pages_of(parts, at)  # [R, parts, pages]
 
     def _pages_of(self, parts: Sequence[Part], positions: Tensor) -> Tensor:
-        """[R, pages, parts]: 1 for a page that a query reads as codes, else 0."""
+        """[R, parts, pages]: 1 for a page that a query reads as codes, else 0."""
         first = positions[:: self.page]
         before = first[self.queries.places // self.page][:, None] - first
-        pages = self.q.new_zeros(*before.shape, len(parts))
+        pages = self.q.new_zeros(len(before), len(parts), len(first))
         for i, part in enumerate(parts):
             inside = (before > part.near) & (before <= part.far) | (first < part.sink)
-            pages[..., i] = inside & (first >= part.skip) & (before > 0)
+            pages[:, i] = inside & (first >= part.skip) & (before > 0)
         return pages
 
-    def _softmax(self, scores: Tensor) -> Tensor:
-        return self.attention.shares(scores, self.seen)
+    def _hidden(self, seen: Tensor) -> Tensor:
+        """What hides all others than the ``seen``, added to scores. A mask would take a
+        CPU longer than all else of a softmax."""
+        return torch.where(seen, 0.0, UNSEEN).to(self.q.dtype)
 
     def _worth_of(self, shares: Tensor) -> Tensor:
         return torch.einsum("grj,sgrj->sgr", shares, self.worth)
@@ -235,24 +244,37 @@ class LaneMoves:
     def keys(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
         """Sums of squared moves for each code of each form of K, [parts]: where the pages
         of that part alone are coded."""
-        softcap = self.attention.softcap
         for form in forms:
             kept = (self.k - form.centre) @ form.into  # [T, rank]
             q = self.q @ form.back  # [G, R, rank]
-            fresh = q @ kept.mT  # [G, R, T]
-            shares = self._softmax(fresh.clone())
-            start = self._worth_of(shares)[..., None]
+            exact = self._pages(q @ kept.mT)
             for code in form.codes:
-                error = rounded(kept, code, self.page) - kept
-                change = q @ error.mT
-                if softcap:
-                    change = capped(fresh + change, softcap) - capped(fresh, softcap)
-                # exp(x + c) is exp(x) and expm1(c) of it more.
-                more = change.clamp_(max=MOST_CHANGE).expm1_().mul_(shares)
-                mass = self._by_part(self._by_page(more))
-                worth = [self._by_page(more * own) for own in self.worth]
-                after = start + self._by_part(torch.stack(worth))
-                yield self._moved(after / (1 + mass))
+                coded = self._pages(q @ rounded(kept, code, self.page).mT)
+                yield self._moved(self._mixed(exact, coded))
+
+    def _pages(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores [G, R, T], lost afterwards -> log(sum exp score) of each page [G, R,
+        pages], and its worth [S, G, R, pages], a mean: no token's score, however it
+        moves, is lost beside those of other pages."""
+        scores = capped(scores, self.attention.softcap).add_(self.hidden)
+        pages = scores.unflatten(-1, (-1, self.page))
+        top = pages.amax(-1, keepdim=True)
+        shares = pages.sub_(top).exp_().flatten(-2)
+        mass = self._by_page(shares)  # from 1 on
+        worth = torch.stack([self._by_page(shares * own) for own in self.worth])
+        return top[..., 0] + mass.log(), worth / mass
+
+    def _mixed(
+        self, exact: tuple[Tensor, Tensor], coded: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The worth where the pages of each part are ``coded`` and all others ``exact``,
+        both as ``_pages``: [S, G, R, parts]."""
+        is_coded = self.parts > 0
+        logs = torch.where(is_coded, coded[0][:, :, None], exact[0][:, :, None])
+        shares = softmax_beside(logs.flatten(1, 2), self.attention.sinks)
+        shares = shares.view_as(logs)  # [G, R, parts, pages]
+        of_coded = torch.einsum("grcp,sgrp->sgrc", shares * is_coded, coded[1])
+        return of_coded + torch.einsum("grcp,sgrp->sgrc", shares * ~is_coded, exact[1])
 
     def values(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
         """The same for each code of each form of V."""
@@ -274,7 +296,7 @@ class LaneMoves:
 
     def _by_part(self, x: Tensor) -> Tensor:
         """[..., R, pages] -> sums of the pages of each part, [..., R, parts]."""
-        return torch.einsum("...rp,rpc->...rc", x, self.parts)
+        return torch.einsum("...rp,rcp->...rc", x, self.parts)
 
     def windows(
         self, firsts: Iterable[tuple[int, Tensor]], positions: Tensor
@@ -284,11 +306,9 @@ class LaneMoves:
         tokens, which may have gaps."""
         for sink, first in firsts:
             recent = positions >= first[self.queries.places][:, None]  # [R, T]
-            seen = self.shares * (recent | (positions < sink))  # [G, R, T]
-            whole = seen.sum(-1, keepdim=True)  # [G, R, 1]
-            if self.attention.sinks is not None:
-                whole = whole + 1 - self.shares.sum(-1, keepdim=True)
-            yield self._moved(self._worth_of(seen / whole)[..., None])[0]
+            hidden = self._hidden(self.seen & (recent | (positions < sink)))
+            shares = softmax_beside(self.scores + hidden, self.attention.sinks)
+            yield self._moved(self._worth_of(shares)[..., None])[0]
 
     def _moved(self, after: Tensor) -> Tensor:
         """after [S, G, R, parts] -> [parts], left where they are: reading them would make

@@ -290,6 +290,26 @@ def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(again.window_loss, first.window_loss)
 
 
+@pytest.mark.parametrize("unknown", [np.nan, np.inf])
+def test_prices_that_are_no_numbers_are_refused(
+    unknown: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is enough, since a least sum would take it; and nothing is remembered."""
+    checkpoint, stats, _ = lathe()
+
+    def measure(_: Checkpoint, grid: Grid, *__: object) -> sensitivity.Losses:
+        shape = len(grid.lives), 2 * len(stats.shape.places), len(grid.options)
+        prices = np.ones(shape)
+        prices[0, 1, 2] = unknown
+        windows = np.ones((shape[1] // 2, len(grid.windows)))
+        return sensitivity.Losses(prices, windows, np.ones(0))
+
+    monkeypatch.setattr(measured, "_measured", measure)
+    with pytest.raises(KvlatheError, match=r"1 of .* prices are no finite numbers: "):
+        measured.price(checkpoint, stats, FORM, brief(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.nightly
 def test_a_search_scores_other_methods_beside_its_own_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvlathe.export.methods.forms import Part
+from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.sliced_head import Slopes
 from kvlathe.export.search import readings, sensitivity
+from kvlathe.export.search.sealed import rounded
+from kvlathe.plan.formats import Format
 from kvlathe.plan.lives import Window
 
 WORDS = 40
@@ -118,3 +123,56 @@ def test_a_window_sees_by_positions(seed: int, tokens: int, gaps: int) -> None:
     ) @ v
     expected = torch.einsum("sgtd,gtd->st", pull, change).square().sum()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("sink", "softcap"), [(None, 0), (-5.0, 0), (None, 20.0)])
+@pytest.mark.parametrize("strength", [1.0, 4.0, 12.0, 40.0])
+def test_float32_prices_of_a_sharp_key_are_those_of_float64(
+    strength: float, sink: float | None, softcap: float
+) -> None:
+    """However much of the attention one coded key has, and however far codes or a window
+    move its score: plain attention in float64 over the same codes."""
+    draw = torch.Generator().manual_seed(5)
+    tokens, page, life = 64, 8, Window(8, 16)
+    k, v = torch.randn(2, tokens, 16, generator=draw)
+    k[20] *= 3
+    q = strength * k[20] / k[20].norm() + torch.randn(2, tokens, 16, generator=draw) / 4
+    pull = torch.randn(3, 2, tokens, 16, generator=draw)
+    sinks = None if sink is None else torch.tensor([sink, 2 * sink])
+    causal = torch.ones(tokens, tokens).tril().bool()
+    of_page = torch.arange(tokens) // page
+
+    def attended(keys: Tensor, hidden: Tensor) -> Tensor:
+        scores = (q.double()[:, :, None] * keys.double()).sum(-1)
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
+        scores = scores.masked_fill(~causal | hidden, -torch.inf)
+        if sinks is not None:
+            beside = sinks.double()[:, None, None].expand(-1, tokens, 1)
+            scores = torch.cat([scores, beside], -1)
+        return scores.softmax(-1)[..., :tokens] @ v.double()
+
+    def squares(after: Tensor) -> float:
+        change = after - attended(k[None], ~causal)
+        moves = torch.einsum("sgtd,gtd->st", pull.double(), change)
+        return moves.square().sum().item()
+
+    codes = tuple(Format(bits, "rank", 64) for bits in (2, 3, 4))
+    form = sensitivity.Candidate(torch.eye(16), torch.eye(16), torch.zeros(16), codes)
+    moves = sensitivity.LaneMoves(
+        sensitivity.ObservedLane(q, k, v, pull),
+        page,
+        sensitivity.Queries.all(tokens),
+        PlainAttention(1.0, softcap=softcap, sinks=sinks),
+        [Part(), Part(0, 0, 16), Part(0, 16, 0, 0)],
+    )
+    before = of_page[:, None] - of_page
+    parts = [before > 0, before > 2, (before > 0) & (of_page < 2)]
+    for code, found in zip(codes, moves.keys([form]), strict=True):
+        read = [torch.where(x[..., None], rounded(k, code, page), k) for x in parts]
+        expected = [squares(attended(keys, ~causal)) for keys in read]
+        assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    first = sensitivity.first_seen(life.sees, range(tokens), page, q.device)
+    (found,) = moves.windows([first], torch.arange(tokens))
+    unseen = (before > 2) & (of_page > 0)
+    expected = squares(attended(k[None], unseen))
+    assert found.item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
