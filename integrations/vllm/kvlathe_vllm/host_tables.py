@@ -23,7 +23,7 @@ class HostRows:
     >>> rows.write(2, 0, [7, 8])
     >>> rows.write(2, 1, [9])
     >>> rows.of(np.array([2, 0])).tolist()
-    [[7, 9], [0, 0]]
+    [[7, 9, 0, 0], [0, 0, 0, 0]]
     """
 
     def __init__(self) -> None:

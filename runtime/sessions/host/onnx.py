@@ -8,7 +8,7 @@ rows, which ``append`` writes to their places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -46,15 +46,19 @@ class Bound:
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
         self._binding = session.io_binding()
+        self._names = {entry.name for entry in session.get_inputs()}
         self._held: dict[str, np.ndarray] = {}
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Feed a copy: for what is small."""
-        held = self._held.get(name)
-        if held is None or held.shape != array.shape or held.dtype != array.dtype:
-            self.lend(name, np.array(array, order="C"))
-        else:
-            held[...] = array
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Feed copies of those that are inputs: for what is small."""
+        for name, array in arrays.items():
+            if name not in self._names:
+                continue
+            held = self._held.get(name)
+            if held is None or held.shape != array.shape or held.dtype != array.dtype:
+                self.lend(name, np.array(array, order="C"))
+            else:
+                held[...] = array
 
     def lend(self, name: str, array: np.ndarray) -> None:
         """Feed the array itself, which must be contiguous."""
@@ -164,9 +168,7 @@ class Graph:
                 for i, b in enumerate(self.buckets)
             },
         }
-        for name, array in arrays.items():
-            if name in self._inputs:
-                self._bound.write(name, array)
+        self._bound.write(arrays)
         given = {"hidden": source, "states": step.states}
         if step.hidden is not None:
             given[GIVEN] = np.stack([cast("Float32", x)[i] for x, i in step.hidden])
