@@ -11,7 +11,6 @@ has a traceback, or where SIGTERM does not end the server with 0.
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import json
 import multiprocessing
@@ -27,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def post(
 ) -> int:
     """``seconds``: after which the client leaves, if it is less than PATIENCE."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    connection = HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:
         connection.request("POST", path, body, headers)
         answer = connection.getresponse()
@@ -198,7 +198,7 @@ def attack(name: str, port: int, until: float, counts: Any) -> None:  # noqa: AN
                 found[ask(port, dice)] += 1
             except TimeoutError:
                 found["lost"] += 1
-            except (OSError, http.client.HTTPException):
+            except (OSError, HTTPException):
                 found[0] += 1  # the server closed the connection
 
     own = [Counter[int | str]() for _ in range(THREADS)]
