@@ -123,6 +123,27 @@ __device__ inline float weight_below(float x, float m) {
   return kHides && m == -INFINITY ? 0.f : exp2_fast(x - m);
 }
 
+// A number of o of all warps, with the m and l of its query.
+struct Merged {
+  float m, l, o;
+};
+
+// Merges number `e` of the `elements` that each warp has left in the buffer.
+template <bool kHides, int kParts, int kColumns>
+__device__ __forceinline__ Merged merged(const Block<kParts, kColumns>& block, const float* buffer,
+                                         int query, int e, int elements, int warps) {
+  Merged all = {-INFINITY, 0.f, 0.f};
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) all.m = fmaxf(all.m, block.m_l[w][query].x);
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
+    const float weight = weight_below<kHides>(block.m_l[w][query].x, all.m);
+    all.l += weight * block.m_l[w][query].y;
+    all.o += weight * buffer[w * elements + e];
+  }
+  return all;
+}
+
 // Merges the states of the block's warps. Writes o / l, or leaves a partial result where the pair
 // goes on in another block. Then moves on to the next span. The whole crew.
 template <class E, bool kHides = false, class P, class States, int kParts, int kColumns>
@@ -146,15 +167,7 @@ __device__ void finish(const P& p, States& states, float* buffer, Block<kParts, 
 #pragma unroll 1
   for (int e = crew.thread; e < elements; e += crew.threads) {
     const int query = e / head.rank_v;
-    float m = -INFINITY, l = 0.f, o = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) m = fmaxf(m, block.m_l[w][query].x);
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-      const float weight = weight_below<kHides>(block.m_l[w][query].x, m);
-      l += weight * block.m_l[w][query].y;
-      o += weight * buffer[w * elements + e];
-    }
+    auto [m, l, o] = merged<kHides>(block, buffer, query, e, elements, warps);
     if (whole) {
       if constexpr (P::kScored) l += sink_of(p, head_index, query, m);
       write_out<E>(p, head_index, sequence, e, o / l);
@@ -195,15 +208,7 @@ __device__ __noinline__ void merge_channels(const P& p, int sequence, int head, 
   for (int e = crew.thread; e < elements; e += crew.threads) {
     const int query = e / kMergedChannels, channel = first + e % kMergedChannels;
     if (channel >= rank_v) continue;
-    float m = -INFINITY, l = 0.f, o = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) m = fmaxf(m, block.m_l[w][query].x);
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-      const float weight = weight_below<true>(block.m_l[w][query].x, m);
-      l += weight * block.m_l[w][query].y;
-      o += weight * buffer[w * elements + e];
-    }
+    auto [m, l, o] = merged<true>(block, buffer, query, e, elements, warps);
     if (whole) {
       if constexpr (P::kScored) l += sink_of(p, head, query, m);
       write_out<E>(p, head, sequence, query * rank_v + channel, o / l);
