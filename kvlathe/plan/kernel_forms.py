@@ -33,7 +33,8 @@ def ages_refusal(plan: CompressionPlan) -> Refusal | None:
     )
     return (
         reason,
-        "say recent=0, have forms chosen for --dtype float16, or run it on a CPU",
+        "build with recent=0 (with --dtype float16 where a search chose this), or run it "
+        "on a CPU",
     )
 
 

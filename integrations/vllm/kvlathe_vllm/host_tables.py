@@ -59,9 +59,8 @@ def note(tables: dict[int, Int32]) -> None:
 
 def take(address: int, count: int, pages: int) -> Int32 | None:
     """The first ``pages`` blocks of ``count`` rows of a table in the step that is made,
-    once; None where nobody said. Behind a
-    sequence's own blocks are zeros, or those of one that had its row before: nobody reads
-    them."""
+    once; None where nobody said. Behind a sequence's own blocks are zeros, or those of
+    one that had its row before: nobody reads them."""
     known = _step.pop(address, None)
     if known is None:
         return None
